@@ -1,0 +1,74 @@
+"""The one decoder. Families are configs of it."""
+
+from torch import Tensor, nn
+
+from models.attention import Attention
+from models.config import ModelConfig
+from models.embedding import Embedding
+from models.feedforward import FeedForward
+from models.head import Head, Reduction
+from models.roles import Role, Spec, specify
+
+Stream = tuple[Tensor, ...]  # what goes from block to block: x [batch, seq, dim] first
+
+
+def layer_norm(config: ModelConfig) -> nn.Module:
+    norm = nn.LayerNorm(config.dim, eps=config.norm_eps, bias=config.bias)
+    return specify(norm, weight=Spec(Role.norm, mean=1.0), bias=Spec(Role.bias))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalized before and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = layer_norm(config)
+        self.attention = Attention(config)
+        self.feedforward_norm = layer_norm(config)
+        self.feedforward = FeedForward(config)
+
+    def forward(self, x: Tensor, *, positions: Tensor | None, documents: Tensor | None) -> Stream:
+        x = x + self.attention(self.attention_norm(x), positions, documents)
+        return (x + self.feedforward(self.feedforward_norm(x)),)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and head. A stage of a pipeline is the same class with the parts it does not hold set to None; blocks
+    keep their index in the whole model as their name."""
+
+    embed: Embedding | None
+    norm: nn.Module | None
+    head: Head | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config)
+        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
+        self.norm = layer_norm(config)
+        self.head = Head(config)
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes the head use the embedding's weight where the config says so. Parameters that are replaced must be tied again."""
+        if self.config.tied_head and self.embed is not None and self.head is not None:
+            self.head.weight = self.embed.tokens.weight  # type: ignore[assignment]
+
+    def forward(
+        self,
+        *stream: Tensor,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        reduction: Reduction = "sum",
+    ) -> Tensor | Stream:
+        """tokens, labels, positions, documents: [batch, seq]; `stream` is what the stage before sent, nothing on the first.
+        Returns the stream, or on the last stage what Head returns: the summed loss of shape (1,) given labels, else logits."""
+        if self.embed is not None:
+            stream = (self.embed(tokens, positions),)
+        for block in self.blocks.values():
+            stream = block(*stream, positions=positions, documents=documents)
+        if self.norm is None or self.head is None:
+            return stream
+        return self.head(self.norm(stream[0]), labels, reduction)

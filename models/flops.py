@@ -1,0 +1,39 @@
+"""How many parameters a model has and how many operations a token costs. No torch here."""
+
+from models.config import ModelConfig
+
+
+def _block_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Weights of matrix products, and all other parameters, of one block."""
+    dim, ffn = config.dim, config.feedforward_dim
+    matrices = 4 * dim * dim + 2 * dim * ffn
+    norms = 2 * dim * (2 if config.bias else 1)
+    biases = (3 * dim + dim + ffn + dim) if config.bias else 0
+    return matrices, norms + biases
+
+
+def _known_vocabulary(config: ModelConfig) -> int:
+    if config.vocab_size is None:
+        raise ValueError("model.vocab_size is not known before the tokenizer is")
+    return config.vocab_size
+
+
+def parameters(config: ModelConfig) -> int:
+    """Parameters of the model, without the vocabulary's padding and a tied head once."""
+    vocabulary = _known_vocabulary(config)
+    tables = vocabulary * config.dim + config.context * config.dim
+    head = 0 if config.tied_head else vocabulary * config.dim
+    final_norm = config.dim * (2 if config.bias else 1)
+    return tables + head + final_norm + config.layers * sum(_block_parameters(config))
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """Floating-point operations of forward and backward for one token of training.
+
+    6 per weight of a matrix product (the head is one, tied or not; embeddings are not) and 12 x layers x dim x sequence_length for attention over the whole
+    square (Chowdhery et al. 2022, PaLM, appendix B; nanoGPT counts the same). Causality is not deducted and recomputation not added,
+    so MFU neither depends on the kernel nor on activation memory.
+    """
+    matrices, _ = _block_parameters(config)
+    weights = config.layers * matrices + _known_vocabulary(config) * config.dim
+    return 6.0 * weights + 12.0 * config.layers * config.dim * sequence_length

@@ -1,0 +1,123 @@
+"""GPT-2 to and from the Hugging Face format: config.json and state dict."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.config import ModelConfig
+
+# ours -> theirs inside a block; True where theirs is a Conv1D, which keeps its weight as [in, out]
+_BLOCK_NAMES = {
+    "attention_norm": ("ln_1", False),
+    "attention.qkv": ("attn.c_attn", True),
+    "attention.out": ("attn.c_proj", True),
+    "feedforward_norm": ("ln_2", False),
+    "feedforward.up": ("mlp.c_fc", True),
+    "feedforward.down": ("mlp.c_proj", True),
+}
+
+
+def _names(config: ModelConfig) -> dict[str, tuple[str, bool]]:
+    """Our name of each parameter -> theirs, and whether the weight is transposed."""
+    names = {
+        "embed.tokens.weight": ("transformer.wte.weight", False),
+        "embed.positions.weight": ("transformer.wpe.weight", False),
+        "norm.weight": ("transformer.ln_f.weight", False),
+        "norm.bias": ("transformer.ln_f.bias", False),
+    }
+    if not config.tied_head:
+        names["head.weight"] = ("lm_head.weight", False)
+    for layer in range(config.layers):
+        for ours, (theirs, transposed) in _BLOCK_NAMES.items():
+            for kind in ("weight", "bias"):
+                flip = transposed and kind == "weight"
+                names[f"blocks.{layer}.{ours}.{kind}"] = (f"transformer.h.{layer}.{theirs}.{kind}", flip)
+    return names
+
+
+def _heads_to_thirds(qkv: Tensor, heads: int) -> Tensor:
+    """Rows grouped by head (q, k, v of head 0, then of head 1, ...) -> all q, all k, all v."""
+    return qkv.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _thirds_to_heads(qkv: Tensor, heads: int) -> Tensor:
+    return qkv.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of a GPT2LMHeadModel. Raises ValueError for a model without biases, which GPT-2 cannot express."""
+    if not config.bias:
+        raise ValueError("Hugging Face's GPT-2 has biases: a model with model.bias=false cannot be written as one")
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_positions": config.context,
+        "n_embd": config.dim,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": config.ffn_dim,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.norm_eps,
+        "initializer_range": config.init_std,
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+        "tie_word_embeddings": config.tied_head,
+    }
+
+
+def config_from_huggingface(theirs: dict[str, Any]) -> ModelConfig:
+    """Raises ValueError for what is not a GPT-2 as we have it."""
+    if theirs.get("model_type") != "gpt2" or theirs.get("activation_function", "gelu_new") != "gelu_new":
+        raise ValueError(
+            f"not a GPT-2 with gelu_new: model_type {theirs.get('model_type')}, activation {theirs.get('activation_function')}"
+        )
+    if len({theirs.get(f"{place}_pdrop", 0.1) for place in ("resid", "embd", "attn")}) > 1:
+        raise ValueError("resid_pdrop, embd_pdrop and attn_pdrop differ; model.dropout is one number")
+    return ModelConfig(
+        layers=theirs["n_layer"],
+        dim=theirs["n_embd"],
+        heads=theirs["n_head"],
+        ffn_dim=theirs.get("n_inner"),
+        context=theirs["n_positions"],
+        vocab_size=theirs["vocab_size"],
+        norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
+        init_std=theirs.get("initializer_range", 0.02),
+        dropout=theirs.get("resid_pdrop", 0.1),
+        tied_head=theirs.get("tie_word_embeddings", True),
+    )
+
+
+def state_to_huggingface(config: ModelConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under GPT2LMHeadModel's names, without the vocabulary's padding. `state`: whole tensors by our names."""
+    theirs = {}
+    for ours, (name, transposed) in _names(config).items():
+        value = state[ours]
+        if ".qkv." in ours:
+            value = _heads_to_thirds(value, config.heads)
+        if ours in ("embed.tokens.weight", "head.weight"):
+            value = value[: config.vocab_size]
+        theirs[name] = (value.T if transposed else value).contiguous()
+    if config.tied_head:
+        theirs["lm_head.weight"] = theirs["transformer.wte.weight"]
+    return theirs
+
+
+def state_from_huggingface(config: ModelConfig, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under our names, the vocabulary padded with zeros. Raises KeyError that names what is missing."""
+    named = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": value for name, value in theirs.items()}
+    missing = [name for name, _ in _names(config).values() if name not in named]
+    if missing:
+        raise KeyError(f"missing in the Hugging Face weights: {', '.join(missing)}")
+    state = {}
+    for ours, (name, transposed) in _names(config).items():
+        value = named[name].T if transposed else named[name]
+        if ".qkv." in ours:
+            value = _thirds_to_heads(value, config.heads)
+        if ours in ("embed.tokens.weight", "head.weight"):
+            value = F.pad(value, (0, 0, 0, config.padded_vocab_size - value.shape[0]))
+        state[ours] = value.contiguous()
+    return state

@@ -1,0 +1,31 @@
+"""First values of parameters, the same on every layout."""
+
+import torch
+from torch import Tensor
+
+from models.derive import derive
+from models.roles import Spec
+
+BLOCK_ROWS = 1024
+
+
+def initial_rows(
+    spec: Spec, name: str, shape: torch.Size, seed: int, device: torch.device, start: int = 0, stop: int | None = None
+) -> Tensor:
+    """Rows [start, stop) of the parameter `name` of the whole, unpadded model, in float32.
+
+    A parameter is drawn in blocks of 1,024 rows of dimension 0, each from a generator seeded by (seed, name, block), so that a rank draws only
+    the blocks that it holds and neither the layout nor padding changes a value.
+    """
+    stop = shape[0] if stop is None else stop
+    values = torch.full((stop - start, *shape[1:]), spec.mean, device=device)
+    drawn = shape[0] if spec.rows is None else spec.rows
+    if spec.std > 0:
+        for block in range(start // BLOCK_ROWS, -(-min(stop, drawn) // BLOCK_ROWS)):
+            first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, drawn)
+            generator = torch.Generator(device).manual_seed(derive(seed, name, block))
+            rows = torch.randn(last - first, *shape[1:], generator=generator, device=device) * spec.std + spec.mean
+            low, high = max(first, start), min(last, stop)
+            values[low - start : high - start] = rows[low - first : high - first]
+    values[max(drawn - start, 0) :] = 0
+    return values

@@ -1,0 +1,94 @@
+"""Data parallelism: DDP where copies are the only axis, FSDP2 where the model's state is shared out."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.decoder import Decoder
+from parallel.config import ParallelConfig, Reduce
+
+
+class Replicated:
+    """DDP. Gradients are summed over ranks once a step unless config.reduce says otherwise."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
+        device = next(model.parameters()).device
+        self.call = nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=mesh.get_group("dp_replicate"),
+            bucket_cap_mb=config.bucket_cap_mb,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            static_graph=config.static_graph,
+            broadcast_buffers=False,
+            init_sync=False,  # every rank drew the same values, and check_replicas compares them
+        )
+        self.call.register_comm_hook(mesh.get_group("dp_replicate"), _sum_bucket)
+        self.every_micro_batch = config.reduce is Reduce.micro_batch
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last or self.every_micro_batch else self.call.no_sync()
+
+
+def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP divides by the number of ranks; our loss is divided by the step's tokens already, so gradients are only summed."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Sharded:
+    """FSDP2 on each block and the root (embedding, last norm and head, which may share a weight)."""
+
+    def __init__(
+        self, model: Decoder, mesh: DeviceMesh, config: ParallelConfig, compute: torch.dtype, reduce: torch.dtype
+    ) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        pin = mesh.device_type == "cuda"
+        options = {
+            "mesh": mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"],
+            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+            "offload_policy": CPUOffloadPolicy(pin_memory=pin) if config.cpu_offload else OffloadPolicy(),
+        }
+        blocks = list(model.blocks.values())
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(model, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # The loss is divided by the step's tokens already. Gloo has no scaled sum, so force plain ones.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        for place, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + config.prefetch_forward])
+            before = blocks[max(place - config.prefetch_backward, 0) : place]
+            block.set_modules_to_backward_prefetch(before[::-1])
+        self.call = model
+        self.once_a_step = config.reduce is Reduce.step or (
+            config.reduce is Reduce.auto and config.reshard_after_forward is False
+        )
+        self.reshard_after_backward = config.reshard_after_backward
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Sums gradients over shards in each micro-batch, or once a step; over replicas always once a step."""
+        self.call.set_is_last_backward(last)
+        self.call.set_requires_gradient_sync(last or not self.once_a_step)
+        self.call.set_requires_all_reduce(last)
+        self.call.set_reshard_after_backward(last or self.reshard_after_backward)
+        return nullcontext()
+
+
+class Single:
+    """One device, nothing to sum."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.call = model
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+DataParallel = Single | Replicated | Sharded

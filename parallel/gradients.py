@@ -1,0 +1,39 @@
+"""The norm of the gradient over every axis of the mesh, and clipping by it."""
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.local import is_sharded, local, multiply_
+
+
+@torch.no_grad()
+def global_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """L2 norm of the whole gradient, a scalar on the device and the same on every rank. Parameters may lie on different meshes: the
+    squares of each kind of placement are summed over the axes it is cut along, then added."""
+    kinds: dict[object, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            kind = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None  # type: ignore[attr-defined]
+            kinds[kind].append(local(gradient))
+    squares = []
+    for kind, gradients in kinds.items():
+        square = torch.nn.utils.get_total_norm(gradients).square()
+        if kind is not None:
+            mesh, placements = kind  # type: ignore[misc]
+            for dimension, placement in enumerate(placements):
+                if placement.is_shard() and mesh.size(dimension) > 1:
+                    dist.all_reduce(square, group=mesh.get_group(dimension))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+@torch.no_grad()
+def clip(parameters: list[nn.Parameter], norm: Tensor, most: float) -> None:
+    """Scales gradients down so that their global norm is at most `most`, without reading `norm` on the host
+    (torch.nn.utils.clip_grad_norm_'s formula)."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    multiply_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))

@@ -1,0 +1,56 @@
+"""Degrees to a mesh of ranks with named axes, and sums over them."""
+
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallel.config import ParallelConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these see different sequences
+FIRST_STEP_PATIENCE = 3  # the first step compiles and connects: its collectives may wait this many times longer
+
+
+def launched() -> bool:
+    """Whether torchrun, or a launcher with its environment, started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_process_group(device: torch.device, timeout_seconds: float) -> dist.ProcessGroup:
+    """Connects the ranks (torchrun's environment, or this process alone) and returns a group on CPU for agreement and saving."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    if launched():
+        dist.init_process_group(backend, timeout=timeout * FIRST_STEP_PATIENCE)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return dist.new_group(backend="gloo", timeout=timeout * FIRST_STEP_PATIENCE)
+
+
+def build_mesh(degrees: ParallelConfig, device: torch.device) -> DeviceMesh:
+    """One mesh over all ranks; neighbours along the last axis are neighbours in rank. Degrees of 1 are axes too."""
+    return init_device_mesh(device.type, tuple(getattr(degrees, axis) for axis in AXES), mesh_dim_names=AXES)
+
+
+def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """This rank's place among the ranks that see different sequences, and their number."""
+    place, number = 0, 1
+    if mesh is not None:
+        for axis in DATA_AXES:
+            place = place * mesh[axis].size() + mesh.get_local_rank(axis)
+            number *= mesh[axis].size()
+    return place, number
+
+
+def sum_over(mesh: DeviceMesh | None, axes: Iterable[str], value: Tensor) -> Tensor:
+    """Sums a tensor in place over the ranks along the axes."""
+    if mesh is not None:
+        for axis in axes:
+            if mesh[axis].size() > 1:
+                dist.all_reduce(value, group=mesh.get_group(axis))
+    return value

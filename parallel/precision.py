@@ -1,0 +1,47 @@
+"""The dtype of the computation over float32 master weights."""
+
+import torch
+from torch import Tensor, nn
+
+from parallel.config import Dtype, PrecisionConfig
+
+_DTYPES = {Dtype.fp32: torch.float32, Dtype.tf32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp64: torch.float64}
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bf16 in hardware; emulated it is about ten times slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # private, with no public counterpart; seen on torch 2.11 and 2.15
+    return torch.cpu._is_amx_tile_supported()
+
+
+def settle(precision: PrecisionConfig, device: torch.device) -> Dtype:
+    """The dtype that `auto` stands for on this device, and the matrix-product mode it asks for switched on."""
+    dtype = precision.dtype
+    if dtype is Dtype.auto:
+        dtype = Dtype.bf16 if computes_bf16(device) else Dtype.fp32
+    torch.set_float32_matmul_precision("high" if dtype is Dtype.tf32 else "highest")
+    return dtype
+
+
+def compute_dtype(dtype: Dtype) -> torch.dtype:
+    return _DTYPES[dtype]
+
+
+def master_dtype(dtype: Dtype) -> torch.dtype:
+    return torch.float64 if dtype is Dtype.fp64 else torch.float32
+
+
+class LowPrecision(nn.Module):
+    """Runs a model on copies of its parameters in a lower dtype; gradients arrive at the masters in the masters' dtype. It computes what FSDP2's
+    MixedPrecisionPolicy computes, so single, DDP and FSDP2 agree."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self.dtype = dtype
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        copies = {name: parameter.to(self.dtype) for name, parameter in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, copies, args, kwargs)

@@ -1,0 +1,19 @@
+"""What holds for all tests."""
+
+import os
+import sys
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before any test imports torch
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Starts the server of ranks if a collected test needs it: it imports while other tests run."""
+    if "tests.ranks" in sys.modules and session.items and not session.config.option.collectonly:
+        sys.modules["tests.ranks"].start()
+
+
+def pytest_sessionfinish() -> None:
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].stop()

@@ -1,0 +1,51 @@
+"""The losses of a task's rows on any layout: one forward-only pass, spread over the data ranks."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from training.evals.task import IGNORED, Rows
+from training.ranks import Ranks
+
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def row_nats(
+    forward: Forward,
+    rows: Rows,
+    batch_sequences: int,
+    ranks: Ranks,
+    data_rank: int,
+    data_ranks: int,
+    device: torch.device | str,
+) -> np.ndarray:
+    """Summed loss of each row in nats, float64 [rows, 2] on every rank: over all labels, and without end-of-text labels.
+
+    `forward(tokens, labels)`, int64 [batch, width], gives the loss of each token [batch, width], 0 where the label is ignored.
+    Each row is scored on one data rank. Every rank makes the same number of calls of one shape, with ignored rows where it has
+    none, so that a forward that is a collective does not hang. Nothing is read from the device before the last call.
+    """
+    batch = min(batch_sequences, -(-rows.count // data_ranks))
+    calls = -(-rows.count // (batch * data_ranks))
+    sums = []
+    with torch.no_grad():
+        for call in range(calls):
+            tokens, labels = _padded(rows, (call * data_ranks + data_rank) * batch, batch)
+            tokens, labels = tokens.to(device), labels.to(device)
+            losses = forward(tokens, labels).double()
+            text = torch.where(labels == rows.end_of_text, 0.0, losses)
+            sums.append(torch.stack([losses.sum(1), text.sum(1)], dim=1))
+    mine = torch.stack(sums).cpu().numpy()
+    by_rank = dict(ranks.gather((data_rank, mine)))
+    return np.stack([by_rank[rank] for rank in range(data_ranks)], axis=1).reshape(-1, 2)[: rows.count]
+
+
+def _padded(rows: Rows, first: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows first .. first + batch; those past the last one are ignored rows."""
+    first, stop = min(first, rows.count), min(first + batch, rows.count)
+    tokens = np.full((batch, rows.width), rows.end_of_text, dtype=np.int64)
+    labels = np.full((batch, rows.width), IGNORED, dtype=np.int64)
+    if first < stop:
+        tokens[: stop - first], labels[: stop - first] = rows.make(first, stop)
+    return torch.from_numpy(tokens), torch.from_numpy(labels)

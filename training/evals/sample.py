@@ -1,0 +1,39 @@
+"""Text written by the model."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+WIDTH_MULTIPLE = 64  # tokens are padded to a multiple of this, so that a compiled model sees few shapes
+
+
+def generate(
+    forward_logits: Callable[[torch.Tensor], torch.Tensor],
+    prompt: Sequence[int],
+    count: int,
+    context: int,
+    temperature: float,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> list[int]:
+    """`count` tokens that follow `prompt` (which has one token at least; end-of-text begins a text), drawn from
+    softmax(logits / temperature); temperature 0 takes the likeliest.
+
+    `forward_logits`: tokens int64 [1, width] -> logits [1, width, vocabulary], each position seeing only those before it. The
+    newest `context` tokens are given to it. The generator is its own, with the same seed on every rank: every rank calls
+    this in step, with the same shapes even if rounding makes their choices differ; rank 0's result is the one to show.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            window = tokens[-context:]
+            width = min(-(-len(window) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, context)
+            padded = torch.tensor([window + [window[-1]] * (width - len(window))], device=device)
+            logits = forward_logits(padded)[0, len(window) - 1].double().cpu()
+            if temperature == 0:
+                tokens.append(int(logits.argmax()))
+            else:
+                shares = torch.softmax(logits / temperature, dim=0)
+                tokens.append(int(torch.multinomial(shares, 1, generator=generator)))
+    return tokens[len(prompt) :]

@@ -1,0 +1,24 @@
+"""Random numbers are derived at each step, so nothing of them is saved and nothing between steps disturbs them."""
+
+import os
+import random
+
+import numpy
+import torch
+
+from models.derive import derive
+
+
+def seed_step(seed: int, step: int, data_rank: int) -> None:
+    """Seeds python, numpy, torch and its devices for one step of the ranks that see the same sequences."""
+    value = derive(seed, "step", step, data_rank)
+    random.seed(value)
+    numpy.random.seed(value % 2**32)
+    torch.manual_seed(value)
+
+
+def make_deterministic() -> None:
+    """Refuses kernels whose bits differ from run to run. To be called before a GPU is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,59 @@
+"""One optimizer step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel.apply import Spread
+from parallel.gradients import clip, global_norm
+from parallel.mesh import DATA_AXES, sum_over
+from training.optimizers.base import Optimizer
+
+
+@dataclass
+class StepResult:
+    """Scalars on the device, not read until they are logged."""
+
+    loss_sum: Tensor  # nats, over this rank's predicted tokens
+    predicted: Tensor  # predicted tokens of all ranks
+    grad_norm: Tensor  # of the whole gradient, before clipping
+    skipped: Tensor  # 1 where the step changed nothing: a non-finite gradient, or nothing to predict
+
+
+class Step:
+    """Forward and backward over the micro-batches, one norm, one clip, one update. Reads nothing from the device."""
+
+    def __init__(self, spread: Spread, mesh: DeviceMesh | None, optimizer: Optimizer, clip_norm: float | None) -> None:
+        self.spread = spread
+        self.mesh = mesh
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.parameters = list(spread.model.parameters())
+
+    def __call__(self, micro_batches: list[dict[str, Any]], predicted: int, lr: float) -> StepResult:
+        """micro_batches: tokens and labels [micro_batch, seq] each; predicted: labels on this rank that count."""
+        result = self.backward(micro_batches, predicted)
+        if self.clip_norm is not None:
+            clip(self.parameters, result.grad_norm, self.clip_norm)
+        self.optimizer.step(lr, result.skipped)
+        self.optimizer.zero_grad()
+        return result
+
+    def backward(self, micro_batches: list[dict[str, Any]], predicted: int) -> StepResult:
+        """Leaves in each parameter the gradient of the loss: the sum of token losses over the predicted tokens of the whole step."""
+        device = micro_batches[0]["tokens"].device
+        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        everyone = sum_over(self.mesh, DATA_AXES, torch.tensor(predicted, dtype=dtype, device=device))
+        divisor = everyone.clamp(min=1)
+        loss_sum = torch.zeros((), dtype=dtype, device=device)
+        for place, inputs in enumerate(micro_batches):
+            with self.spread.micro_batch(last=place == len(micro_batches) - 1):
+                loss = self.spread.forward(**inputs)
+                (loss / divisor).sum().backward()
+                loss_sum += loss.detach().sum()
+        norm = global_norm(self.parameters)
+        skipped = (~torch.isfinite(norm) | (everyone == 0)).to(torch.float32)
+        return StepResult(loss_sum, everyone, norm, skipped)
