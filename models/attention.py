@@ -1,9 +1,8 @@
 """Causal self-attention. The kernel is behind one door, AttentionCore, a child without parameters."""
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,8 +12,8 @@ from models.roles import Role, Spec, specify
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v over the tokens before and at each token. What changes how a sequence is attended to, such as
-    context parallelism, replaces this module."""
+    """softmax(q k^T / sqrt(head_dim)) v over the tokens before and at each token. What changes how a sequence is
+    attended to, such as context parallelism, replaces this module."""
 
     def __init__(self, kernel: Kernel, dropout: float) -> None:
         super().__init__()
@@ -32,7 +31,7 @@ class AttentionCore(nn.Module):
         with self._backend():
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
 
-    def _backend(self):  # type: ignore[no-untyped-def]
+    def _backend(self) -> AbstractContextManager[None]:
         if self.kernel in (Kernel.auto, Kernel.sdpa):
             return nullcontext()
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -47,15 +46,17 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention. Rows of `qkv` lie in groups, one a head: its q, its k, its v; so a cut of dimension 0 between groups
-    cuts whole heads."""
+    """Multi-head attention. Rows of `qkv` lie in groups, one a head: its q, its k, its v; so a cut of dimension 0
+    between groups cuts whole heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         dim, bias = config.dim, Spec(Role.bias)
         self.head_dim = dim // config.heads
         residual_std = config.init_std / math.sqrt(2 * config.layers)
-        self.qkv = specify(nn.Linear(dim, 3 * dim, bias=config.bias), weight=Spec(Role.matrix, config.init_std), bias=bias)
+        self.qkv = specify(
+            nn.Linear(dim, 3 * dim, bias=config.bias), weight=Spec(Role.matrix, config.init_std), bias=bias
+        )
         self.core = AttentionCore(config.attention, config.dropout)
         self.out = specify(nn.Linear(dim, dim, bias=config.bias), weight=Spec(Role.matrix, residual_std), bias=bias)
         self.dropout = nn.Dropout(config.dropout)

@@ -27,14 +27,28 @@ class ModelConfig:
     ffn_dim: int | None = key(None, "width of the feed-forward layer; null: 4 x dim")
     context: int = key(256, "most positions a sequence can have, the size of the position table")
     vocab_size: int | None = key(None, "tokens the model can predict; null: as many as the tokenizer has")
-    vocab_multiple: int = key(128, "rows of embedding and head are padded to a multiple of this; padding is never predicted, counted or drawn", Changes.layout)
+    vocab_multiple: int = key(
+        128,
+        "rows of embedding and head are padded to a multiple of this; padding is never predicted, counted or drawn",
+        Changes.layout,
+    )
     bias: bool = key(True, "biases in linear layers and norms")
     tied_head: bool = key(True, "the head shares the embedding's weight")
     norm_eps: float = key(1e-5, "added to the variance in LayerNorm")
-    dropout: float = key(0.0, "share of activations dropped in training, after the embedding, in attention and before each residual sum")
-    init_std: float = key(0.02, "standard deviation of initial weights; projections into the residual stream have it divided by sqrt(2 x layers)")
-    attention: Attention = key(Attention.auto, "kernel: auto | sdpa (torch chooses) | flash | efficient | cudnn | math", Changes.layout)
-    tokenizer: str = key("gpt2", "tokenizer this model is meant for, used where tokenizer.kind is auto: bytes | gpt2 | a tiktoken encoding")
+    dropout: float = key(
+        0.0, "share of activations dropped in training, after the embedding, in attention and before each residual sum"
+    )
+    init_std: float = key(
+        0.02,
+        "standard deviation of initial weights; projections into the residual stream have it divided by sqrt(2 x layers)",
+    )
+    attention: Attention = key(
+        Attention.auto, "kernel: auto | sdpa (torch chooses) | flash | efficient | cudnn | math", Changes.layout
+    )
+    tokenizer: str = key(
+        "gpt2",
+        "tokenizer this model is meant for, used where tokenizer.kind is auto: bytes | gpt2 | a tiktoken encoding",
+    )
 
     @property
     def feedforward_dim(self) -> int:

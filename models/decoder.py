@@ -33,8 +33,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and head. A stage of a pipeline is the same class with the parts it does not hold set to None; blocks
-    keep their index in the whole model as their name."""
+    """Embedding, blocks, norm and head. A stage of a pipeline is the same class with the parts it does not hold set to
+    None; blocks keep their index in the whole model as their name."""
 
     embed: Embedding | None
     norm: nn.Module | None
@@ -50,7 +50,8 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes the head use the embedding's weight where the config says so. Parameters that are replaced must be tied again."""
+        """Makes the head use the embedding's weight where the config says so. Parameters that are replaced must be tied
+        again."""
         if self.config.tied_head and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.tokens.weight  # type: ignore[assignment]
 
@@ -63,8 +64,10 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         reduction: Reduction = "sum",
     ) -> Tensor | Stream:
-        """tokens, labels, positions, documents: [batch, seq]; `stream` is what the stage before sent, nothing on the first.
-        Returns the stream, or on the last stage what Head returns: the summed loss of shape (1,) given labels, else logits."""
+        """tokens, labels, positions, documents: [batch, seq]; `stream` is what the stage before sent, nothing on the
+        first.
+        Returns the stream, or on the last stage what Head returns: the summed loss of shape (1,) given labels, else
+        logits."""
         if self.embed is not None:
             stream = (self.embed(tokens, positions),)
         for block in self.blocks.values():

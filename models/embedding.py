@@ -13,7 +13,8 @@ def table(rows: int, dim: int) -> nn.Embedding:
 
 
 class Embedding(nn.Module):
-    """The sum of a token's and its position's vector. The token table is padded below the vocabulary with rows of zeros."""
+    """The sum of a token's and its position's vector. The token table is padded below the vocabulary with rows of
+    zeros."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

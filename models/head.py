@@ -15,8 +15,8 @@ Reduction = Literal["sum", "none"]
 
 
 class Head(nn.Module):
-    """Scores of every token of the vocabulary and, given labels, their cross-entropy. Padding rows of the weight are cut from the scores,
-    so they are never predicted, take no part in the softmax and get no gradient."""
+    """Scores of every token of the vocabulary and, given labels, their cross-entropy. Padding rows of the weight are
+    cut from the scores, so they are never predicted, take no part in the softmax and get no gradient."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ class Head(nn.Module):
         specify(self, weight=Spec(Role.head, config.init_std, rows=config.vocab_size))
 
     def forward(self, x: Tensor, labels: Tensor | None, reduction: Reduction) -> Tensor:
-        """x: [batch, seq, dim]; labels: [batch, seq]. Returns logits [batch, seq, vocabulary] without labels; with them the
-        summed loss of shape (1,), or each token's [batch, seq], in nats and in float32 or wider."""
+        """x: [batch, seq, dim]; labels: [batch, seq]. Returns logits [batch, seq, vocabulary] without labels; with them
+        the summed loss of shape (1,), or each token's [batch, seq], in nats and in float32 or wider."""
         logits = F.linear(x, self.weight)[..., : self.vocab_size]
         if labels is None:
             return logits

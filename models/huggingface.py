@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -47,7 +46,8 @@ def _thirds_to_heads(qkv: Tensor, heads: int) -> Tensor:
 
 
 def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a GPT2LMHeadModel. Raises ValueError for a model without biases, which GPT-2 cannot express."""
+    """The config.json of a GPT2LMHeadModel. Raises ValueError for a model without biases, which GPT-2 cannot
+    express."""
     if not config.bias:
         raise ValueError("Hugging Face's GPT-2 has biases: a model with model.bias=false cannot be written as one")
     return {
@@ -108,7 +108,10 @@ def state_to_huggingface(config: ModelConfig, state: dict[str, Tensor]) -> dict[
 
 def state_from_huggingface(config: ModelConfig, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights under our names, the vocabulary padded with zeros. Raises KeyError that names what is missing."""
-    named = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": value for name, value in theirs.items()}
+    named = {
+        name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": value
+        for name, value in theirs.items()
+    }
     missing = [name for name, _ in _names(config).values() if name not in named]
     if missing:
         raise KeyError(f"missing in the Hugging Face weights: {', '.join(missing)}")

@@ -14,18 +14,19 @@ def initial_rows(
 ) -> Tensor:
     """Rows [start, stop) of the parameter `name` of the whole, unpadded model, in float32.
 
-    A parameter is drawn in blocks of 1,024 rows of dimension 0, each from a generator seeded by (seed, name, block), so that a rank draws only
-    the blocks that it holds and neither the layout nor padding changes a value.
+    A parameter is drawn in blocks of 1,024 rows of dimension 0, each from a generator seeded by (seed, name, block), so
+    that a rank draws only the blocks that it holds and neither the layout nor padding changes a value.
     """
     stop = shape[0] if stop is None else stop
     values = torch.full((stop - start, *shape[1:]), spec.mean, device=device)
     drawn = shape[0] if spec.rows is None else spec.rows
-    if spec.std > 0:
-        for block in range(start // BLOCK_ROWS, -(-min(stop, drawn) // BLOCK_ROWS)):
+    end = min(stop, drawn)
+    if spec.std > 0 and start < end:
+        for block in range(start // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
             first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, drawn)
             generator = torch.Generator(device).manual_seed(derive(seed, name, block))
             rows = torch.randn(last - first, *shape[1:], generator=generator, device=device) * spec.std + spec.mean
-            low, high = max(first, start), min(last, stop)
+            low, high = max(first, start), min(last, end)
             values[low - start : high - start] = rows[low - first : high - first]
     values[max(drawn - start, 0) :] = 0
     return values

@@ -33,14 +33,14 @@ def specify(module: nn.Module, **specs: Spec) -> nn.Module:
 
 def parameter_specs(model: nn.Module) -> dict[str, Spec]:
     """The spec of every parameter by its full name, a shared one once. Raises LookupError for one made without."""
-    specs = {}
+    specs: dict[str, Spec] = {}
     for name, _ in model.named_parameters():
         path, _, own_name = name.rpartition(".")
         module = model.get_submodule(path)
-        try:
-            specs[name] = module.parameter_specs[own_name]  # type: ignore[index,operator]
-        except (AttributeError, KeyError):
-            raise LookupError(f"parameter {name} of {type(module).__name__} was made without a role: use specify()") from None
+        spec = getattr(module, "parameter_specs", {}).get(own_name)
+        if spec is None:
+            raise LookupError(f"parameter {name} of {type(module).__name__} was made without a role: use specify()")
+        specs[name] = spec
     return specs
 
 

@@ -44,7 +44,8 @@ def parallelize(
     seed: int,
     device: torch.device,
 ) -> Spread:
-    """Builds the model on the meta device, spreads it, and gives it memory and first values. `mesh` is None on a single device."""
+    """Builds the model on the meta device, spreads it, and gives it memory and first values. `mesh` is None on a single
+    device."""
     with torch.device("meta"):
         decoder = Decoder(model)
     if master_dtype(precision) is not torch.float32:
@@ -61,6 +62,10 @@ def parallelize(
     else:
         materialize(decoder, seed, device)
         callee = LowPrecision(decoder, compute) if low else decoder
-        data = Replicated(callee, mesh, parallel) if parallel.strategy is Strategy.ddp else Single(callee)
+        if parallel.strategy is Strategy.ddp:
+            assert mesh is not None
+            data = Replicated(callee, mesh, parallel)
+        else:
+            data = Single(callee)
     check_replicas(decoder, mesh)
     return Spread(decoder, data, compiled)

@@ -7,7 +7,8 @@ from parallel.config import CompileConfig, Scope
 
 
 def compile_model(model: Decoder, config: CompileConfig, device: torch.device) -> Scope:
-    """Compiles in place, at first use. Blocks are alike, so one graph serves them all. Returns the scope that `auto` stood for."""
+    """Compiles in place, at first use. Blocks are alike, so one graph serves them all. Returns the scope that `auto`
+    stood for."""
     scope = config.scope
     if scope is Scope.auto:
         scope = Scope.block if device.type == "cuda" else Scope.none

@@ -24,25 +24,47 @@ class Reduce(Enum):
 class ParallelConfig:
     """Degrees of the mesh and the keys of each strategy. No key here changes the mathematics."""
 
-    strategy: Strategy = key(Strategy.single, "single | ddp | fsdp2 (zero1, hsdp and fsdp2 are presets of fsdp2)", Changes.layout)
+    strategy: Strategy = key(
+        Strategy.single, "single | ddp | fsdp2 (zero1, hsdp and fsdp2 are presets of fsdp2)", Changes.layout
+    )
     pp: int = key(1, "pipeline stages", Changes.layout)
     dp_replicate: int = key(1, "copies of the model (or of its shards); -1: the rest of the ranks", Changes.layout)
     dp_shard: int = key(1, "ranks that share one copy of the model's state; -1: the rest of the ranks", Changes.layout)
     cp: int = key(1, "ranks that share a sequence", Changes.layout)
     tp: int = key(1, "ranks that share each layer", Changes.layout)
     ep: int = key(1, "ranks that share a layer's experts, borrowed from the other axes", Changes.layout)
-    reduce: Reduce = key(Reduce.auto, "gradients are summed over ranks once a step | every micro_batch; auto: once where parameters stay whole in the step", Changes.layout)
-    timeout_seconds: float = key(600.0, "a collective that waits longer ends the run; the first step may take three times as long", Changes.layout)
+    reduce: Reduce = key(
+        Reduce.auto,
+        "gradients are summed over ranks once a step | every micro_batch; auto: once where parameters stay whole in the step",
+        Changes.layout,
+    )
+    timeout_seconds: float = key(
+        600.0,
+        "a collective that waits longer ends the run; the first step may take three times as long",
+        Changes.layout,
+    )
     # ddp
     bucket_cap_mb: float = key(25.0, "ddp: size of the buckets in which gradients are summed, in MB", Changes.layout)
-    gradient_as_bucket_view: bool = key(True, "ddp: gradients live in the buckets, which saves one copy of them", Changes.layout)
+    gradient_as_bucket_view: bool = key(
+        True, "ddp: gradients live in the buckets, which saves one copy of them", Changes.layout
+    )
     static_graph: bool = key(False, "ddp: the same parameters are used in each step", Changes.layout)
     # fsdp2
-    reshard_after_forward: bool | int = key(True, "fsdp2: true gathers parameters again in backward (ZeRO-3), false keeps them (ZeRO-2), a number reshards to that many ranks", Changes.layout)
-    reshard_after_backward: bool = key(True, "fsdp2: false keeps parameters whole between the micro-batches of a step (ZeRO-1, with reduce: step)", Changes.layout)
+    reshard_after_forward: bool | int = key(
+        True,
+        "fsdp2: true gathers parameters again in backward (ZeRO-3), false keeps them (ZeRO-2), a number reshards to that many ranks",
+        Changes.layout,
+    )
+    reshard_after_backward: bool = key(
+        True,
+        "fsdp2: false keeps parameters whole between the micro-batches of a step (ZeRO-1, with reduce: step)",
+        Changes.layout,
+    )
     prefetch_forward: int = key(1, "fsdp2: blocks gathered ahead in forward", Changes.layout)
     prefetch_backward: int = key(1, "fsdp2: blocks gathered ahead in backward", Changes.layout)
-    cpu_offload: bool = key(False, "fsdp2: parameters, gradients and optimizer state wait in CPU memory", Changes.layout)
+    cpu_offload: bool = key(
+        False, "fsdp2: parameters, gradients and optimizer state wait in CPU memory", Changes.layout
+    )
 
 
 class Dtype(Enum):
@@ -57,7 +79,9 @@ class Dtype(Enum):
 class PrecisionConfig:
     """The dtype of the computation. Weights and optimizer state are float32 masters (float64 with fp64)."""
 
-    dtype: Dtype = key(Dtype.auto, "auto (bf16 where the device computes in it, else fp32) | fp32 | tf32 | bf16 | fp64 (for proofs)")
+    dtype: Dtype = key(
+        Dtype.auto, "auto (bf16 where the device computes in it, else fp32) | fp32 | tf32 | bf16 | fp64 (for proofs)"
+    )
     reduce_dtype: Dtype = key(Dtype.fp32, "dtype in which gradients are summed over ranks: fp32 | bf16")
 
 
@@ -72,4 +96,8 @@ class Scope(Enum):
 class CompileConfig:
     """torch.compile."""
 
-    scope: Scope = key(Scope.auto, "none | block (one graph for all blocks) | model | auto (block on a GPU, none on a CPU)", Changes.layout)
+    scope: Scope = key(
+        Scope.auto,
+        "none | block (one graph for all blocks) | model | auto (block on a GPU, none on a CPU)",
+        Changes.layout,
+    )

@@ -1,6 +1,7 @@
 """Data parallelism: DDP where copies are the only axis, FSDP2 where the model's state is shared out."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,8 @@ class Replicated:
 
 
 def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP divides by the number of ranks; our loss is divided by the step's tokens already, so gradients are only summed."""
+    """DDP divides by the number of ranks; our loss is divided by the step's tokens already, so gradients are only
+    summed."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -45,18 +47,24 @@ class Sharded:
     def __init__(
         self, model: Decoder, mesh: DeviceMesh, config: ParallelConfig, compute: torch.dtype, reduce: torch.dtype
     ) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         pin = mesh.device_type == "cuda"
-        options = {
+        options: dict[str, Any] = {
             "mesh": mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"],
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
             "offload_policy": CPUOffloadPolicy(pin_memory=pin) if config.cpu_offload else OffloadPolicy(),
         }
-        blocks = list(model.blocks.values())
-        for block in blocks:
+        for block in model.blocks.values():
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
         fully_shard(model, **options)
+        blocks = [cast(FSDPModule, block) for block in model.blocks.values()]
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # The loss is divided by the step's tokens already. Gloo has no scaled sum, so force plain ones.
@@ -66,7 +74,7 @@ class Sharded:
             block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + config.prefetch_forward])
             before = blocks[max(place - config.prefetch_backward, 0) : place]
             block.set_modules_to_backward_prefetch(before[::-1])
-        self.call = model
+        self.call: Any = model  # a Decoder and an FSDPModule
         self.once_a_step = config.reduce is Reduce.step or (
             config.reduce is Reduce.auto and config.reshard_after_forward is False
         )

@@ -1,6 +1,7 @@
 """The norm of the gradient over every axis of the mesh, and clipping by it."""
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,19 +12,19 @@ from parallel.local import is_sharded, local, multiply_
 
 @torch.no_grad()
 def global_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """L2 norm of the whole gradient, a scalar on the device and the same on every rank. Parameters may lie on different meshes: the
-    squares of each kind of placement are summed over the axes it is cut along, then added."""
-    kinds: dict[object, list[Tensor]] = defaultdict(list)
+    """L2 norm of the whole gradient, a scalar on the device and the same on every rank. Parameters may lie on different
+    meshes: the squares of each kind of placement are summed over the axes it is cut along, then added."""
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            kind = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None  # type: ignore[attr-defined]
+            kind = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
             kinds[kind].append(local(gradient))
     squares = []
     for kind, gradients in kinds.items():
         square = torch.nn.utils.get_total_norm(gradients).square()
         if kind is not None:
-            mesh, placements = kind  # type: ignore[misc]
+            mesh, placements = kind
             for dimension, placement in enumerate(placements):
                 if placement.is_shard() and mesh.size(dimension) > 1:
                     dist.all_reduce(square, group=mesh.get_group(dimension))

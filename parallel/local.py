@@ -1,4 +1,5 @@
-"""The part of a tensor that is here. DTensor's modules cost seconds to import, so they are looked at only where a tensor is one."""
+"""The part of a tensor that is here. DTensor's modules cost seconds to import, so they are looked at only where a
+tensor is one."""
 
 import torch
 from torch import Tensor

@@ -11,8 +11,8 @@ from parallel.local import is_sharded, local, local_rows
 
 @torch.no_grad()
 def materialize(model: Decoder, seed: int, device: torch.device, storage: torch.device | None = None) -> None:
-    """Gives every parameter memory and its first values, drawn on `device` and only for the rows this rank holds. They are the same on
-    every layout. `storage`: where parameters live, if not on `device` (offloaded)."""
+    """Gives every parameter memory and its first values, drawn on `device` and only for the rows this rank holds. They
+    are the same on every layout. `storage`: where parameters live, if not on `device` (offloaded)."""
     if any(is_sharded(parameter) for parameter in model.parameters()):
         model.to_empty(device=storage or device)
         model.tie()

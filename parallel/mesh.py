@@ -22,14 +22,25 @@ def launched() -> bool:
 
 
 def start_process_group(device: torch.device, timeout_seconds: float) -> dist.ProcessGroup:
-    """Connects the ranks (torchrun's environment, or this process alone) and returns a group on CPU for agreement and saving."""
+    """Connects the ranks (torchrun's environment, or this process alone) and returns a group on CPU for agreement and
+    saving."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     if launched():
         dist.init_process_group(backend, timeout=timeout * FIRST_STEP_PATIENCE)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return dist.new_group(backend="gloo", timeout=timeout * FIRST_STEP_PATIENCE)
+    group = dist.new_group(backend="gloo", timeout=timeout * FIRST_STEP_PATIENCE)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def shorten_timeouts(timeout_seconds: float) -> None:
+    """After the first step: from now on a collective that waits longer than this ends the run."""
+    if dist.is_initialized():
+        # private, with no public counterpart; seen on torch 2.11 and 2.15
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def build_mesh(degrees: ParallelConfig, device: torch.device) -> DeviceMesh:

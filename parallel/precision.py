@@ -34,8 +34,8 @@ def master_dtype(dtype: Dtype) -> torch.dtype:
 
 
 class LowPrecision(nn.Module):
-    """Runs a model on copies of its parameters in a lower dtype; gradients arrive at the masters in the masters' dtype. It computes what FSDP2's
-    MixedPrecisionPolicy computes, so single, DDP and FSDP2 agree."""
+    """Runs a model on copies of its parameters in a lower dtype; gradients arrive at the masters in the masters' dtype.
+    It computes what FSDP2's MixedPrecisionPolicy computes, so single, DDP and FSDP2 agree."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()

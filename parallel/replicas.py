@@ -9,7 +9,8 @@ from parallel.local import local
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """An int64 sum of the bits, each weighted by its place: equal for equal tensors, different when a value or its place is."""
+    """An int64 sum of the bits, each weighted by its place: equal for equal tensors, different when a value or its
+    place is."""
     bits = tensor.detach().contiguous().view(torch.uint8).flatten().to(torch.int64)
     return (bits * (torch.arange(bits.numel(), device=bits.device) % 65521 + 1)).sum()
 

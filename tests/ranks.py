@@ -1,10 +1,11 @@
 """Runs a function on several ranks, each a process, in a fraction of a second.
 
-Importing torch with FSDP, DCP and Dynamo takes many seconds, so a server process imports them once and forks the ranks of each
-call. The server is a process of its own, not the one pytest runs in: threads do not survive a fork, so what is forked must never
-have computed anything, and tests may use torch as they like.
+Importing torch with FSDP, DCP and Dynamo takes many seconds, so a server process imports them once and forks the ranks
+of each call. The server is a process of its own, not the one pytest runs in: threads do not survive a fork, so what is
+forked must never have computed anything, and tests may use torch as they like.
 """
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -29,9 +30,11 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parent.parent
 IMPORTS = [
-    "numpy",
     "hydra",
+    "hypothesis",
+    "numpy",
     "omegaconf",
+    "pytest",
     "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -41,7 +44,7 @@ IMPORTS = [
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
 ]
-GRACE = 5.0  # seconds that the other ranks have to end or to fail as well, once one has failed
+GRACE = 3.0  # seconds that the other ranks have to end or to fail as well, once one has failed
 TAIL = 6000  # characters of a rank's output that a failure shows
 
 
@@ -86,22 +89,27 @@ class _End:
     text: str
 
 
-def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, group: bool = False) -> list[Any]:
+def run_ranks(
+    count: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, group: bool = False
+) -> list[Any]:
     """Calls function(*args) on `count` ranks and returns what each returned, in the order of ranks.
 
     function: of a module's top level, so that it can be pickled by name; args and results are pickled too.
-    timeout: seconds, without the server's start, after which ranks that have not returned are killed and their stacks shown.
-    group: makes the default process group (gloo) before the call; without it the function makes its own if it needs one.
+    timeout: seconds, from the fork, after which ranks that have not returned are killed and their stacks shown.
+    group: makes the default process group (gloo) before the call; else the function makes its own if it needs one.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun sets them. Each rank has one thread
-    and starts with random states of its own: what must be equal on all ranks may not rely on them. Raises RanksFailed.
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun sets them; other
+    variables, the folder and sys.path are the caller's. Each rank has one thread and starts with random states of its
+    own: what must be equal on all ranks may not rely on them. Raises RanksFailed.
     """
+    __tracebackhide__ = True
     server = start()
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         call = pickle.dumps((function, args))
         try:
-            server.connection.send(_Request(count, call, group, timeout, folder, dict(os.environ), sys.path, os.getcwd()))
+            request = _Request(count, call, group, timeout, folder, dict(os.environ), sys.path, os.getcwd())
+            server.connection.send(request)
             ends: dict[int, _End] = server.connection.recv()
         except (EOFError, OSError) as error:
             log = server.read_log()
@@ -119,7 +127,10 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: flo
 
 
 def _failure(count: int, ends: dict[int, _End], folder: Path) -> RanksFailed:
-    """Tells of each rank that did not return, first of the one that was first. A sudden death comes before errors: those follow from it."""
+    """Tells of each rank that did not return, first of the one that failed first.
+
+    A sudden death comes before the errors, which follow from it, and these before ranks that still waited.
+    """
     told: list[tuple[float, int, str]] = []
     for rank in range(count):
         if (folder / f"{rank}.error").exists():
@@ -127,7 +138,8 @@ def _failure(count: int, ends: dict[int, _End], folder: Path) -> RanksFailed:
             told.append((error.when, rank, error.text))
         elif not (folder / f"{rank}.result").exists():
             when = math.inf if ends[rank].killed else -math.inf
-            told.append((when, rank, f"{ends[rank].text}; the end of its output:\n{_read(folder / f'{rank}.log')[-TAIL:]}"))
+            output = _read(folder / f"{rank}.log")[-TAIL:]
+            told.append((when, rank, f"{ends[rank].text}; the end of its output:\n{output}"))
     told.sort()
     returned = sorted(set(range(count)) - {rank for _, rank, _ in told})
     parts = [f"rank {rank} of {count}: {text.rstrip()}" for _, rank, text in told]
@@ -143,7 +155,7 @@ class Server:
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the server)
         threads = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"from tests.ranks import serve; serve({theirs.fileno()}, {IMPORTS})"],
@@ -257,10 +269,8 @@ def _reap(pid: int, seconds: float = 5.0) -> None:
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _describe(code: int) -> str:
@@ -330,7 +340,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def _tell(error: BaseException) -> str:
-    """The traceback; for an assertion also the variables of the function it is in, since pytest does not rewrite it here."""
+    """The traceback; for a bare assertion also the variables around it, since pytest does not rewrite it here."""
     text = "".join(traceback.format_exception(error))
     if not isinstance(error, AssertionError) or str(error) or error.__traceback__ is None:
         return text

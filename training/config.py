@@ -21,10 +21,15 @@ class TokenizerKind(Enum):
 class TokenizerConfig:
     """Text to tokens."""
 
-    kind: TokenizerKind = key(TokenizerKind.auto, "auto (the model's own) | bytes | gpt2 | tiktoken (with name) | huggingface (with file)")
+    kind: TokenizerKind = key(
+        TokenizerKind.auto, "auto (the model's own) | bytes | gpt2 | tiktoken (with name) | huggingface (with file)"
+    )
     name: str | None = key(None, "tiktoken: name of the encoding, such as cl100k_base")
     file: str | None = key(None, "huggingface: path of a tokenizer.json")
-    end_of_text: str | None = key(None, "huggingface: the token that ends a document; null: the first of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is")
+    end_of_text: str | None = key(
+        None,
+        "huggingface: the token that ends a document; null: the first of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is",
+    )
 
 
 class DataKind(Enum):
@@ -42,11 +47,19 @@ class Shuffle(Enum):
 class DataConfig:
     """Where the text comes from and in which order it is read."""
 
-    kind: DataKind = key(DataKind.stdlib, "stdlib (source and documentation of the running Python's standard library) | files")
-    files: list[str] = key(list, "files: paths or globs of .txt, .jsonl and .parquet files, also .gz and .zst; relative to the folder the command is given in")
+    kind: DataKind = key(
+        DataKind.stdlib, "stdlib (source and documentation of the running Python's standard library) | files"
+    )
+    files: list[str] = key(
+        list,
+        "files: paths or globs of .txt, .jsonl and .parquet files, also .gz and .zst; relative to the folder the command is given in",
+    )
     field: str = key("text", "files: the field of a .jsonl or .parquet file that holds the text")
     heldout: float = key(0.05, "share of the documents (of the files, for stdlib) kept for evaluation, chosen by hash")
-    shuffle: Shuffle = key(Shuffle.full, "full | two_level (blocks of samples, then within a block: for data that is slow to jump in) | none")
+    shuffle: Shuffle = key(
+        Shuffle.full,
+        "full | two_level (blocks of samples, then within a block: for data that is slow to jump in) | none",
+    )
     shuffle_block: int = key(1024, "two_level: samples in a block")
     cache: str | None = key(None, "folder of token shards; null: $ESPALIER_CACHE, else ~/.cache/espalier", Changes.io)
     workers: int | None = key(None, "processes that tokenize; null: one a core", Changes.io)
@@ -68,7 +81,9 @@ class OptimizerConfig:
     beta1: float = key(0.9, "adamw: decay of the first moment; sgd: momentum")
     beta2: float = key(0.95, "adamw: decay of the second moment")
     eps: float = key(1e-8, "adamw: added to the root of the second moment")
-    clip: float | None = key(1.0, "largest global gradient norm, above which gradients are scaled down; null: no clipping")
+    clip: float | None = key(
+        1.0, "largest global gradient norm, above which gradients are scaled down; null: no clipping"
+    )
     max_skipped: int = key(10, "a step with a non-finite gradient is skipped; so many in a row stop the run")
 
 
@@ -117,19 +132,43 @@ class CheckpointConfig:
     dir: str | None = key(None, "folder of the checkpoints; null: <out>/<name>/checkpoints", Changes.io)
     every: int = key(500, "steps between checkpoints; 0: only the last", Changes.io)
     keep: int = key(3, "newest checkpoints that stay; permanent ones are not counted", Changes.io)
-    permanent_every: int = key(0, "a checkpoint at a multiple of this is permanent: never deleted; the last one always is; 0: only the last", Changes.io)
-    resume: Resume = key(Resume.auto, "auto (go on where the folder's newest complete checkpoint is, else start) | must (refuse to start anew) | never (refuse a folder that has a run)", Changes.io)
-    load: str | None = key(None, "start from this checkpoint, or from the newest complete one of this run's folder", Changes.math)
-    load_parts: Load = key(Load.weights, "weights (fresh optimizer, step 0) | all (go on with optimizer, step and data)", Changes.math)
-    allow_changes: list[str] = key(list, "keys that may differ on a resume though they change the mathematics, such as [steps,optimizer.lr]", Changes.io)
-    test_restore: TestRestore = key(TestRestore.auto, "save after step 1, load it back, compare bitwise and stop if it differs: always | never | auto (runs expected to last over an hour)", Changes.io)
+    permanent_every: int = key(
+        0,
+        "a checkpoint at a multiple of this is permanent: never deleted; the last one always is; 0: only the last",
+        Changes.io,
+    )
+    resume: Resume = key(
+        Resume.auto,
+        "auto (go on where the folder's newest complete checkpoint is, else start) | must (refuse to start anew) | never (refuse a folder that has a run)",
+        Changes.io,
+    )
+    load: str | None = key(
+        None, "start from this checkpoint, or from the newest complete one of this run's folder", Changes.math
+    )
+    load_parts: Load = key(
+        Load.weights, "weights (fresh optimizer, step 0) | all (go on with optimizer, step and data)", Changes.math
+    )
+    allow_changes: list[str] = key(
+        list,
+        "keys that may differ on a resume though they change the mathematics, such as [steps,optimizer.lr]",
+        Changes.io,
+    )
+    test_restore: TestRestore = key(
+        TestRestore.auto,
+        "save after step 1, load it back, compare bitwise and stop if it differs: always | never | auto (runs expected to last over an hour)",
+        Changes.io,
+    )
 
 
 @dataclass
 class EvalsConfig:
     """The suite that scores each scheduled checkpoint. The same items in the same order for the whole run."""
 
-    tasks: list[str] = key(lambda: ["heldout", "continuation"], "heldout (loss, perplexity, bits per byte) | continuation (the true continuation of a held-out text among four)", Changes.io)
+    tasks: list[str] = key(
+        lambda: ["heldout", "continuation"],
+        "heldout (loss, perplexity, bits per byte) | continuation (the true continuation of a held-out text among four)",
+        Changes.io,
+    )
     every: int = key(0, "also score every so many steps, without saving; 0: only at checkpoints", Changes.io)
     heldout_tokens: int = key(131072, "heldout: tokens scored, from the start of the held-out stream", Changes.io)
     continuation_items: int = key(64, "continuation: number of items", Changes.io)
@@ -140,8 +179,12 @@ class EvalsConfig:
 class MetricsConfig:
     """What is shown and written while the run goes on."""
 
-    every: int = key(10, "steps between reads of the metrics from the device; each step in between has its own record", Changes.io)
-    console: bool = key(True, "progress and tables on the terminal; a line every so often where there is none", Changes.io)
+    every: int = key(
+        10, "steps between reads of the metrics from the device; each step in between has its own record", Changes.io
+    )
+    console: bool = key(
+        True, "progress and tables on the terminal; a line every so often where there is none", Changes.io
+    )
     tensorboard: bool = key(True, "event files in the run's folder", Changes.io)
     wandb_project: str | None = key(None, "Weights & Biases project; null: not used. Needs the extra wandb", Changes.io)
     sample_tokens: int = key(200, "tokens of text that the finished model writes at the end; 0: none", Changes.io)
@@ -153,9 +196,15 @@ class HardwareConfig:
     """The machine the run is meant for."""
 
     device: str = key("auto", "auto | cpu | cuda", Changes.layout)
-    gpus: int | None = key(None, "ranks of the run for check_only on another machine; null: as launched", Changes.layout)
-    ranks_per_host: int | None = key(None, "ranks on each host for check_only on another machine; null: as launched, or 8", Changes.layout)
-    peak_tflops: float | None = key(None, "dense peak of one device in the run's dtype, for MFU; null: from the table of known devices", Changes.io)
+    gpus: int | None = key(
+        None, "ranks of the run for check_only on another machine; null: as launched", Changes.layout
+    )
+    ranks_per_host: int | None = key(
+        None, "ranks on each host for check_only on another machine; null: as launched, or 8", Changes.layout
+    )
+    peak_tflops: float | None = key(
+        None, "dense peak of one device in the run's dtype, for MFU; null: from the table of known devices", Changes.io
+    )
 
 
 @dataclass
@@ -175,7 +224,9 @@ class Config:
     sequence_length: int | None = key(None, "tokens of a training sequence; null: the model's context")
     batch_sequences: int | None = key(None, "sequences of one optimizer step over all ranks")
     batch_tokens: int | None = key(None, "tokens of one optimizer step over all ranks")
-    micro_batch: int | str | None = key(None, "sequences a rank computes at once; auto: the most that fit; null: about 8192 tokens", Changes.layout)
+    micro_batch: int | str | None = key(
+        None, "sequences a rank computes at once; auto: the most that fit; null: about 8192 tokens", Changes.layout
+    )
     model: ModelConfig = key(ModelConfig, "the model")
     parallel: ParallelConfig = key(ParallelConfig, "how it is spread", Changes.layout)
     precision: PrecisionConfig = key(PrecisionConfig, "dtype of the computation")
@@ -193,7 +244,7 @@ class Config:
 def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
     """Every key of a config with its value, as {"optimizer.lr": 0.001, ...}; enums as their names."""
     found: dict[str, Any] = {}
-    for name, f in config.__dataclass_fields__.items():
+    for name in config.__dataclass_fields__:
         value = getattr(config, name)
         if hasattr(value, "__dataclass_fields__"):
             found |= leaves(value, f"{prefix}{name}.")

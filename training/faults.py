@@ -1,4 +1,5 @@
-"""Signals and time limits: a flag that the ranks agree on, looked at between steps and between batches of an evaluation."""
+"""Signals and time limits: a flag that the ranks agree on, looked at between steps and between batches of an
+evaluation."""
 
 import signal
 import time
@@ -13,7 +14,8 @@ from training.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TIME_LIMIT = 1000  # in the place of a signal's number
-PATIENCE_SECONDS = 3.0  # a second Ctrl-C after this long ends the process at once; sooner it is the launcher's copy of the first
+# a second Ctrl-C after this long ends the process at once; sooner it is the launcher's copy of the first
+PATIENCE_SECONDS = 3.0
 
 
 class Stopped(Exception):
@@ -27,7 +29,8 @@ class Stopped(Exception):
 class StopRequest:
     """Turns signals and the limit into one decision of all ranks.
 
-    Until `watch_steps` is called there is nothing to save (a run being built, compiled or resumed), and a signal ends the run at once by raising Stopped.
+    Until `watch_steps` is called there is nothing to save (a run being built, compiled or resumed), and a signal ends
+    the run at once by raising Stopped.
     """
 
     def __init__(self, max_minutes: float | None) -> None:
@@ -63,8 +66,8 @@ class StopRequest:
         self.stepping = True
 
     def poll(self) -> Stopped | None:
-        """A collective, once a step: the reason to stop, the same on every rank. With several ranks the answer is one poll late, so that
-        nobody waits for it."""
+        """A collective, once a step: the reason to stop, the same on every rank. With several ranks the answer is one
+        poll late, so that nobody waits for it."""
         if self.deadline is not None and not self.received and time.monotonic() > self.deadline:
             self.received = TIME_LIMIT
         if self.ranks.size == 1:

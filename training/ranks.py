@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of the run. What one rank could see differently (a clock, a signal, a file listing) goes through here before
-    anyone acts on it. Every method but the constructor is a collective; alone each is the identity."""
+    """All ranks of the run. What one rank could see differently (a clock, a signal, a file listing) goes through here
+    before anyone acts on it. Every method but the constructor is a collective; alone each is the identity."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -55,7 +55,7 @@ class Ranks:
                 outcome = (action(), None)
             except OSError as error:
                 outcome = (None, error)
-        result, error = self.first(outcome)
-        if error is not None:
-            raise error
+        result, failure = self.first(outcome)
+        if failure is not None:
+            raise failure
         return result

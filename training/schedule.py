@@ -8,7 +8,9 @@ DEFAULT_WARMUP_SHARE = 0.05
 DEFAULT_DECAY_SHARE = 0.2
 
 
-def _in_steps(steps: int | None, tokens: int | None, share: float | None, default: float, total: int, batch_tokens: int) -> int:
+def _in_steps(
+    steps: int | None, tokens: int | None, share: float | None, default: float, total: int, batch_tokens: int
+) -> int:
     """One length given in steps, tokens or a share of the run, or not given."""
     if steps is not None:
         return steps
@@ -30,8 +32,8 @@ class Schedule:
         )
 
     def lr(self, step: int) -> float:
-        """The rate used in `step`, the first of which is 0. Warm-up rises to the peak in its last step, as in GPT-2's reproductions
-        (nanoGPT, llm.c); decay would reach final_share x peak in step number `steps`."""
+        """The rate used in `step`, the first of which is 0. Warm-up rises to the peak in its last step, as in GPT-2's
+        reproductions (nanoGPT, llm.c); decay would reach final_share x peak in step number `steps`."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if self.kind is ScheduleKind.constant:

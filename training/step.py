@@ -32,10 +32,12 @@ class Step:
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.parameters = list(spread.model.parameters())
+        self.phase = "the forward pass"  # for the message when memory runs out
 
     def __call__(self, micro_batches: list[dict[str, Any]], predicted: int, lr: float) -> StepResult:
         """micro_batches: tokens and labels [micro_batch, seq] each; predicted: labels on this rank that count."""
         result = self.backward(micro_batches, predicted)
+        self.phase = "the optimizer"
         if self.clip_norm is not None:
             clip(self.parameters, result.grad_norm, self.clip_norm)
         self.optimizer.step(lr, result.skipped)
@@ -43,7 +45,8 @@ class Step:
         return result
 
     def backward(self, micro_batches: list[dict[str, Any]], predicted: int) -> StepResult:
-        """Leaves in each parameter the gradient of the loss: the sum of token losses over the predicted tokens of the whole step."""
+        """Leaves in each parameter the gradient of the loss: the sum of token losses over the predicted tokens of the
+        whole step."""
         device = micro_batches[0]["tokens"].device
         dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         everyone = sum_over(self.mesh, DATA_AXES, torch.tensor(predicted, dtype=dtype, device=device))
@@ -51,7 +54,9 @@ class Step:
         loss_sum = torch.zeros((), dtype=dtype, device=device)
         for place, inputs in enumerate(micro_batches):
             with self.spread.micro_batch(last=place == len(micro_batches) - 1):
+                self.phase = "the forward pass"
                 loss = self.spread.forward(**inputs)
+                self.phase = "the backward pass"
                 (loss / divisor).sum().backward()
                 loss_sum += loss.detach().sum()
         norm = global_norm(self.parameters)

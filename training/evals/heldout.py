@@ -22,8 +22,11 @@ def scored_documents(tokens: Tokens, most_tokens: int) -> tuple[int, int, int]:
 
 
 class Heldout:
-    """The stream is cut into windows of the training length. A token is predicted from those before it in its window and the
-    last one of the window before; the first of the stream from end-of-text. So each token is predicted once."""
+    """Whole documents from the start of the held-out stream, each token predicted once.
+
+    The stream is cut into windows of the training length. A token is predicted from those before it in its window and
+    the last one of the window before; the first of the stream from end-of-text.
+    """
 
     def __init__(self, tokens: Tokens, most_tokens: int, end_of_text: int, sequence_length: int) -> None:
         self.documents, self.count, self.bytes = scored_documents(tokens, most_tokens)
@@ -44,9 +47,11 @@ class Heldout:
         return tokens.reshape(-1, self.length), labels.reshape(-1, self.length)
 
     def scores(self, nats: np.ndarray) -> list[Score]:
-        """loss: nats a token, over all tokens. perplexity: exp(loss). bits_per_byte: nats of the text's tokens / (ln 2 x bytes
-        of the text); end-of-text is no part of the text. Standard errors are those of a ratio of sums over windows, and treat
-        windows as independent; perplexity's and bits per byte's follow from the loss's to first order.
+        """loss: nats a token, over all tokens. perplexity: exp(loss). bits_per_byte: nats of the text's tokens /
+        (ln 2 x bytes of the text); end-of-text is no part of the text.
+
+        Standard errors are those of a ratio of sums over windows, as if windows were independent; none for one window.
+        Perplexity's follows from the loss's to first order.
         """
         ends = np.append(self.tokens.documents[1 : self.documents], self.count)
         begins = np.arange(self.rows.count) * self.length
@@ -59,17 +64,23 @@ class Heldout:
         bits_per_byte = float(nats[:, 1].sum() / (math.log(2) * self.bytes))
         loss_error = _error_of_sum(nats[:, 0], lengths) / self.count
         bits_error = _error_of_sum(nats[:, 1], text_lengths) / (math.log(2) * self.bytes)
+        values = [
+            ("loss", loss, loss_error, self.count),
+            ("perplexity", perplexity, perplexity * loss_error, self.count),
+            ("bits_per_byte", bits_per_byte, bits_error, self.bytes),
+        ]
         known = self.rows.count > 1
         return [
-            Score("heldout", "loss", loss, loss_error if known else None, self.count, self.items_hash),
-            Score("heldout", "perplexity", perplexity, perplexity * loss_error if known else None, self.count, self.items_hash),
-            Score("heldout", "bits_per_byte", bits_per_byte, bits_error if known else None, self.bytes, self.items_hash),
+            Score("heldout", metric, value, error if known else None, n, self.items_hash)
+            for metric, value, error, n in values
         ]
 
 
 def _error_of_sum(nats: np.ndarray, lengths: np.ndarray) -> float:
-    """Standard error of the sum of `nats` at given lengths: sqrt(W / (W - 1) x sum of (nats - mean x length)^2), Cochran's
-    estimator for a ratio. Zero for one window."""
+    """Standard error of the sum of `nats` for given lengths: sqrt(W / (W - 1) x sum of (nats - mean x length)^2).
+
+    The estimator of a ratio (Cochran, Sampling Techniques, 1977, chapter 6) with W windows; zero for one.
+    """
     residuals = nats - nats.sum() / lengths.sum() * lengths
     windows = len(nats)
     return math.sqrt(windows / max(windows - 1, 1) * float(residuals @ residuals))

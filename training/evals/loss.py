@@ -20,11 +20,12 @@ def row_nats(
     data_ranks: int,
     device: torch.device | str,
 ) -> np.ndarray:
-    """Summed loss of each row in nats, float64 [rows, 2] on every rank: over all labels, and without end-of-text labels.
+    """Summed loss of each row in nats, float64 [rows, 2] on every rank: of all labels, and of all but end-of-text.
 
-    `forward(tokens, labels)`, int64 [batch, width], gives the loss of each token [batch, width], 0 where the label is ignored.
-    Each row is scored on one data rank. Every rank makes the same number of calls of one shape, with ignored rows where it has
-    none, so that a forward that is a collective does not hang. Nothing is read from the device before the last call.
+    `forward(tokens, labels)`, both int64 [batch, width], gives the loss of each token [batch, width], 0 where the label
+    is ignored. Each row is scored on one data rank. Every rank makes the same number of calls of one shape, with
+    ignored rows where it has none, so that a forward that is a collective does not hang. The device is read once, at
+    the end.
     """
     batch = min(batch_sequences, -(-rows.count // data_ranks))
     calls = -(-rows.count // (batch * data_ranks))

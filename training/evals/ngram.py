@@ -8,9 +8,9 @@ CHUNK = 1 << 24  # bytes counted at once, which bounds the memory
 def bits_per_byte(train: bytes, heldout: bytes, order: int) -> float:
     """Bits per byte of `heldout` under an n-gram model of bytes counted in `train`; order 2 is a bigram, 3 a trigram.
 
-    Witten-Bell smoothing (Witten and Bell 1991): p(c | h) = (count(hc) + T(h) p(c | h')) / (count(h) + T(h)), where T(h) is the
-    number of different bytes seen after h, h' is h without its first byte, and below the single bytes lies 1/256.
-    Memory is 8 x 256^order bytes, so the order is at most 3.
+    Witten-Bell smoothing (Witten and Bell 1991): p(c | h) = (count(hc) + T(h) p(c | h')) / (count(h) + T(h)). T(h)
+    is the number of different bytes seen after h, h' is h without its first byte, and single bytes fall back to 1/256.
+    Needs 8 x 256^order bytes of memory, so the order is at most 3.
     """
     counted = np.frombuffer(train, dtype=np.uint8)
     scored = np.frombuffer(heldout, dtype=np.uint8)

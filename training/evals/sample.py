@@ -16,12 +16,12 @@ def generate(
     seed: int,
     device: torch.device | str = "cpu",
 ) -> list[int]:
-    """`count` tokens that follow `prompt` (which has one token at least; end-of-text begins a text), drawn from
-    softmax(logits / temperature); temperature 0 takes the likeliest.
+    """`count` tokens that follow `prompt`, drawn from softmax(logits / temperature); temperature 0 takes the likeliest.
 
-    `forward_logits`: tokens int64 [1, width] -> logits [1, width, vocabulary], each position seeing only those before it. The
-    newest `context` tokens are given to it. The generator is its own, with the same seed on every rank: every rank calls
-    this in step, with the same shapes even if rounding makes their choices differ; rank 0's result is the one to show.
+    `prompt` has at least one token; end-of-text begins a new text. `forward_logits` gets the newest `context` tokens,
+    int64 [1, width], padded on the right, and gives logits [1, width, vocabulary].
+    Every rank calls this in step: the shapes are the same even if rounding makes choices differ, and the random numbers
+    are its own, from the same seed. Rank 0's result is the one to show.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)

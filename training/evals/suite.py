@@ -25,13 +25,14 @@ class Suite:
             heldout = Heldout(text, config.heldout_tokens, tokenizer.end_of_text, sequence_length)
             self._add(heldout)
             if heldout.count == 0:
-                self.notes.append("heldout is not scored: there is no held-out text (data.heldout)")
+                self.notes.append("heldout: no scores, there is no held-out text (data.heldout)")
         if "continuation" in config.tasks:
-            continuation = Continuation(text, tokenizer, config.continuation_items, sequence_length)
+            asked = config.continuation_items
+            continuation = Continuation(text, tokenizer, asked, sequence_length)
             self._add(continuation)
             found = len(continuation.items)
-            if found < config.continuation_items:
-                self.notes.append(f"continuation has {found} items, not {config.continuation_items}: too little held-out text (data.heldout)")
+            if found < asked:
+                self.notes.append(f"continuation: {found} items, not {asked}: too little held-out text (data.heldout)")
 
     def _add(self, task: Task) -> None:
         if task.rows.count > 0:
@@ -40,8 +41,11 @@ class Suite:
     def score(
         self, forward: Forward, ranks: Ranks, data_rank: int, data_ranks: int, device: torch.device | str
     ) -> list[Score]:
-        """All scores, the same on every rank; a collective of all ranks. `forward` as in `row_nats`; the caller has the model in
-        eval mode. No random numbers are drawn. Ranks with the same `data_rank` score the same rows."""
+        """All scores, the same on every rank; a collective of all ranks.
+
+        `forward` as in `row_nats`, of a model in eval mode. Ranks with the same `data_rank` score the same rows. No
+        random numbers are drawn.
+        """
         scores = []
         for task in self.tasks:
             nats = row_nats(forward, task.rows, self.batch_sequences, ranks, data_rank, data_ranks, device)

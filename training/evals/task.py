@@ -11,8 +11,11 @@ IGNORED = -100  # label of a position that is not scored
 
 @dataclass(frozen=True)
 class Score:
-    """One number of one task. `n` is what the value is a mean over, `stderr` its standard error where it has one, `items_hash`
-    a sha256 of what was scored: two values compare only where it is the same."""
+    """One number of one task.
+
+    `n` is the count of what the value is a mean over, `stderr` its standard error where it has one, `items_hash` a
+    sha256 of what was scored: two values compare only where it is the same.
+    """
 
     task: str
     metric: str
@@ -24,8 +27,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Rows:
-    """The sequences a task scores. `make(first, stop)` gives tokens and labels of these rows, int64 [stop - first, width];
-    labels are already shifted, and IGNORED where nothing is scored."""
+    """The sequences a task scores.
+
+    `make(first, stop)` gives tokens and labels of these rows, int64 [stop - first, width]: the label at a position is
+    the token that follows, or IGNORED where it is not scored.
+    """
 
     count: int
     width: int
@@ -39,4 +45,5 @@ class Task(Protocol):
     rows: Rows
 
     def scores(self, nats: np.ndarray) -> list[Score]:
-        """`nats`: float64 [rows, 2], the summed loss of each row: over all its labels, and without end-of-text labels."""
+        """`nats`: float64 [rows, 2], the summed loss of each row: of all its labels, and of all but end-of-text."""
+        ...

@@ -1,5 +1,6 @@
-"""What every optimizer here is. They work on each rank's own shards through torch's functional optimizers: an object of torch.optim
-imports the compiler, which costs seconds at the start of a run, and cannot skip a step without reading the device."""
+"""What every optimizer here is. They work on each rank's own shards through torch's functional optimizers: an object of
+torch.optim imports the compiler, which costs seconds at the start of a run, and cannot skip a step without reading the
+device."""
 
 from abc import ABC, abstractmethod
 

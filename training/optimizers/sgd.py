@@ -20,10 +20,13 @@ class SGD(Optimizer):
 
     def update(self, group: Group, lr: float, skip: Tensor) -> None:
         parameters, gradients = self._values(group)
+        momentum: list[Tensor | None] = [None] * len(parameters)
+        if self.momentum:
+            momentum = [*self._locals(group, "momentum")]
         sgd(
             parameters,
             gradients,
-            list(self._locals(group, "momentum")) if self.momentum else [None] * len(parameters),  # type: ignore[list-item]
+            momentum,
             fused=True,
             found_inf=skip,
             weight_decay=group.weight_decay,

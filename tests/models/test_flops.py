@@ -1,0 +1,96 @@
+"""Counts without torch, against models built on the meta device, published numbers and torch's own counter."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from models.config import Attention as Kernel
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.flops import flops_per_token, parameters
+from tests.models.build import random_decoder, random_tokens, tiny
+from tests.ranks import ROOT, run_ranks
+
+# layers, heads, dim -> parameters with the vocabulary padded to 50304 (llm.c, build-nanogpt) and with 50257 (transformers)
+GPT2 = {
+    "124M": ((12, 12, 768), 124_475_904, 124_439_808),
+    "350M": ((24, 16, 1024), 354_871_296, 354_823_168),
+    "774M": ((36, 20, 1280), 774_090_240, 774_030_080),
+    "1558M": ((48, 25, 1600), 1_557_686_400, 1_557_611_200),
+}
+
+
+def gpt2(size: str) -> ModelConfig:
+    layers, heads, dim = GPT2[size][0]
+    return ModelConfig(layers=layers, heads=heads, dim=dim, context=1024, vocab_size=50257)
+
+
+@pytest.mark.parametrize("size", GPT2)
+def test_parameters_of_gpt2(size: str) -> None:
+    _, padded, unpadded = GPT2[size]
+    with torch.device("meta"):
+        model = Decoder(gpt2(size))
+    assert sum(parameter.numel() for parameter in model.parameters()) == padded
+    assert parameters(gpt2(size)) == unpadded
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("ffn_dim", [None, 50])
+def test_parameters_of_other_shapes(bias: bool, tied: bool, ffn_dim: int | None) -> None:
+    config = tiny(bias=bias, tied_head=tied, ffn_dim=ffn_dim, vocab_multiple=1)
+    assert parameters(config) == sum(parameter.numel() for parameter in Decoder(config).parameters())
+    assert parameters(tiny(bias=bias, tied_head=tied, ffn_dim=ffn_dim, vocab_multiple=128)) == parameters(config)
+
+
+def counted_flops(config: ModelConfig, batch: int, seq: int) -> int:
+    """Of forward and backward, by torch's counter."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = random_decoder(config)
+    tokens = random_tokens(config, batch, seq)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens=tokens, labels=tokens).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny(vocab_multiple=1, attention=Kernel.math),
+        tiny(vocab_multiple=1, attention=Kernel.math, tied_head=False, bias=False, ffn_dim=50, layers=3),
+    ],
+    ids=["tied", "untied"],
+)
+@pytest.mark.parametrize("seq", [16, 5])
+def test_flops_are_those_of_torchs_counter(config: ModelConfig, seq: int) -> None:
+    """The math kernel, since the fused ones compute scores again in backward, which is not counted."""
+    [counted] = run_ranks(1, counted_flops, config, 2, seq)
+    assert flops_per_token(config, seq) == pytest.approx(counted / (2 * seq), rel=0.01)
+
+
+def test_flops_of_gpt2_124m() -> None:
+    """nanoGPT's 855.4 million a token, which also counts 47 rows of padding, norms and biases."""
+    padding, norms_and_biases = 47 * 768, 121_344
+    assert flops_per_token(gpt2("124M"), 1024) + 6 * (padding + norms_and_biases) == pytest.approx(855.4e6, abs=0.05e6)
+
+
+def test_an_unknown_vocabulary_is_said() -> None:
+    for count in (parameters, lambda config: flops_per_token(config, 8), lambda config: config.padded_vocab_size):
+        with pytest.raises(ValueError, match=r"model\.vocab_size"):
+            count(ModelConfig())
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "multiple", "padded"),
+    [(50257, 128, 50304), (257, 128, 384), (256, 128, 256), (67, 1, 67), (1, 64, 64)],
+)
+def test_padded_vocabulary(vocabulary: int, multiple: int, padded: int) -> None:
+    assert ModelConfig(vocab_size=vocabulary, vocab_multiple=multiple).padded_vocab_size == padded
+
+
+def test_counts_need_no_torch() -> None:
+    command = "import sys, models.config, models.flops, models.derive, models.schema; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT).returncode == 0

@@ -1,0 +1,195 @@
+"""What every layout must equal: a GPT-2 and its training, written out in plain PyTorch on one process.
+
+It shares no code with models/, parallel/ or training/, and does everything in the plainest way: the whole global batch at
+once, attention as matrix products with a mask, one mean over all predicted tokens, one clip, one step of torch.optim. Only
+the names and the order of the query, key and value rows are those of models/, so that weights and gradients can be compared.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    dim: int
+    heads: int
+    ffn_dim: int
+    context: int
+    vocab_size: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """tokens, labels: int64 [sequences, seq]; labels of -100 are not predicted."""
+
+    tokens: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """optimizer: adamw, or sgd whose momentum is beta1."""
+
+    optimizer: str
+    lrs: tuple[float, ...]
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    clip: float | None
+
+
+@dataclass
+class Trajectory:
+    """One entry a step; gradients are those before clipping, token_losses those of the weights before the step."""
+
+    initial: Weights
+    losses: list[float]
+    predicted: list[int]
+    norms: list[float]
+    gradients: list[Weights]
+    token_losses: list[Tensor]
+    final: Weights
+
+
+def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Names and unpadded sizes."""
+    dim, ffn = shape.dim, shape.ffn_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.tokens.weight": (shape.vocab_size, dim),
+        "embed.positions.weight": (shape.context, dim),
+    }
+    for layer in range(shape.layers):
+        block = f"blocks.{layer}"
+        for name, size in {
+            "attention_norm": (dim,),
+            "attention.qkv": (3 * dim, dim),
+            "attention.out": (dim, dim),
+            "feedforward_norm": (dim,),
+            "feedforward.up": (ffn, dim),
+            "feedforward.down": (dim, ffn),
+        }.items():
+            shapes[f"{block}.{name}.weight"] = size
+            shapes[f"{block}.{name}.bias"] = (size[0],)
+    shapes["norm.weight"] = shapes["norm.bias"] = (dim,)
+    if not shape.tied:
+        shapes["head.weight"] = (shape.vocab_size, dim)
+    return shapes
+
+
+def initial_weights(shape: Shape, seed: int, dtype: torch.dtype) -> Weights:
+    """GPT-2's: normal with std 0.02, divided by sqrt(2 x layers) into the residual stream; biases 0, norms 1. Each parameter is
+    drawn in float32 in blocks of 1,024 rows, from a generator seeded by the hash of (seed, name, block)."""
+    weights = {}
+    for name, size in parameter_shapes(shape).items():
+        if name.endswith("bias"):
+            values = torch.zeros(size)
+        elif "norm" in name:
+            values = torch.ones(size)
+        else:
+            residual = name.endswith(("attention.out.weight", "feedforward.down.weight"))
+            std = 0.02 / math.sqrt(2 * shape.layers) if residual else 0.02
+            blocks = []
+            for block, first in enumerate(range(0, size[0], 1024)):
+                generator = torch.Generator().manual_seed(_hash(seed, name, block))
+                blocks.append(torch.randn(min(1024, size[0] - first), *size[1:], generator=generator) * std)
+            values = torch.cat(blocks)
+        weights[name] = values.to(dtype)
+    return weights
+
+
+def _hash(seed: int, name: str, block: int) -> int:
+    """63 bits of blake2b over the parts with their types."""
+    text = f"int:{seed}\x1fstr:{name}\x1fint:{block}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") // 2
+
+
+def logits(weights: Weights, shape: Shape, tokens: Tensor) -> Tensor:
+    """tokens [batch, seq] to scores [batch, seq, vocabulary]."""
+    batch, seq = tokens.shape
+    head_dim = shape.dim // shape.heads
+    future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        variance = (centred * centred).mean(-1, keepdim=True)
+        return centred / torch.sqrt(variance + 1e-5) * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    x = weights["embed.tokens.weight"][tokens] + weights["embed.positions.weight"][:seq]
+    for layer in range(shape.layers):
+        block = f"blocks.{layer}"
+        qkv = linear(norm(x, f"{block}.attention_norm"), f"{block}.attention.qkv")
+        heads = []
+        for head in range(shape.heads):  # rows of qkv: a head's queries, its keys, its values, then the next head's
+            q, k, v = qkv[..., 3 * head * head_dim : 3 * (head + 1) * head_dim].split(head_dim, dim=-1)
+            scores = (q @ k.transpose(1, 2) / math.sqrt(head_dim)).masked_fill(future, -math.inf)
+            heads.append(scores.softmax(-1) @ v)
+        x = x + linear(torch.cat(heads, dim=-1), f"{block}.attention.out")
+        hidden = linear(norm(x, f"{block}.feedforward_norm"), f"{block}.feedforward.up")
+        hidden = 0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+        x = x + linear(hidden, f"{block}.feedforward.down")
+    return norm(x, "norm") @ weights["embed.tokens.weight" if shape.tied else "head.weight"].T
+
+
+def train(shape: Shape, seed: int, dtype: torch.dtype, batches: list[Batch], recipe: Recipe) -> Trajectory:
+    """One step a batch, the loss a mean over all its predicted tokens."""
+    initial = initial_weights(shape, seed, dtype)
+    weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
+    optimizer = _optimizer(weights, recipe)
+    found = Trajectory(initial, [], [], [], [], [], {})
+    for batch, lr in zip(batches, recipe.lrs, strict=True):
+        scores = logits(weights, shape, batch.tokens)
+        loss = F.cross_entropy(scores.flatten(0, 1), batch.labels.flatten())  # the mean over labels that are not -100
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = {name: _gradient(value).clone() for name, value in weights.items()}
+        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+        if recipe.clip is not None and norm > recipe.clip:
+            for value in weights.values():
+                _gradient(value).mul_(recipe.clip / (norm + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        found.losses.append(loss.item())
+        found.predicted.append(int((batch.labels != -100).sum()))
+        found.norms.append(norm)
+        found.gradients.append(gradients)
+        found.token_losses.append(token_losses(scores.detach(), batch.labels))
+    found.final = {name: value.detach() for name, value in weights.items()}
+    return found
+
+
+def token_losses(scores: Tensor, labels: Tensor) -> Tensor:
+    """Each token's loss, 0 where it is not predicted."""
+    predicted = labels != -100
+    picked = scores.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(predicted, scores.logsumexp(-1) - picked, 0)
+
+
+def _optimizer(weights: Weights, recipe: Recipe) -> torch.optim.Optimizer:
+    """Matrices decay, vectors do not."""
+    groups = [
+        {"params": [value for value in weights.values() if value.ndim == 2], "weight_decay": recipe.weight_decay},
+        {"params": [value for value in weights.values() if value.ndim == 1], "weight_decay": 0.0},
+    ]
+    if recipe.optimizer == "adamw":
+        betas = (recipe.beta1, recipe.beta2)
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=recipe.eps, foreach=False, fused=False)
+    return torch.optim.SGD(groups, lr=0.0, momentum=recipe.beta1, foreach=False, fused=False)
+
+
+def _gradient(value: Tensor) -> Tensor:
+    assert value.grad is not None
+    return value.grad

@@ -1,0 +1,115 @@
+"""What is run on each layout, and the same for the oracle."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from tests.oracle import Batch, Recipe, Shape
+from tests.parity.layouts import Layout
+from training.check import check
+from training.compose import compose
+from training.config import Config
+from training.refusal import Refusal
+from training.resolve import Chosen, World, resolve
+
+SEED = 5
+SEQUENCES, LENGTH = 12, 16  # of a step; 12 is what 4 ranks x 3 micro-batches need
+LRS = (0.004, 0.01, 0.008, 0.002, 0.006)
+VOCABULARY = 67
+
+# No size divides by 2 or 4: every shard is uneven. The second model has a head of its own and a padded vocabulary.
+SIZES = "model.layers=3 model.dim=30 model.heads=3 model.ffn_dim=34 model.context=17"
+MODELS = {
+    "tied": f"{SIZES} model.tied_head=true model.vocab_multiple=1",
+    "untied": f"{SIZES} model.tied_head=false model.vocab_multiple=128",
+}
+OPTIMIZERS = {
+    "sgd": "optimizer=sgd optimizer.beta1=0.9 optimizer.weight_decay=0.1",
+    "adamw": "optimizer=adamw optimizer.weight_decay=0.1",
+}
+CLIP = 0.5  # below the norms of some steps and above those of others
+RUN = f"seed={SEED} steps={len(LRS)} sequence_length={LENGTH} compile=none hardware.device=cpu optimizer.clip={CLIP}"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the oracle does once for all layouts."""
+
+    model: str
+    optimizer: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.precision} {self.optimizer} {self.model}"
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: Layout
+    accumulation: int
+    training: Training
+
+    def __str__(self) -> str:
+        return f"{self.layout}, accumulation {self.accumulation}, {self.training}"
+
+
+@cache
+def _composed(overrides: str) -> tuple[Config, Chosen]:
+    return compose(overrides.split())
+
+
+def config_of(case: Case) -> Config:
+    """The resolved config of a case, from the presets and keys that one would give to train.py. The keys of the layout are composed
+    apart from those of the training, since composing costs more than most cases."""
+    training, layout = case.training, case.layout
+    overrides = f"{RUN} {MODELS[training.model]} {OPTIMIZERS[training.optimizer]} precision={training.precision}"
+    config, chosen = copy.deepcopy(_composed(overrides))
+    config.parallel = copy.deepcopy(_composed(layout.overrides)[0].parallel)
+    config.batch_sequences = SEQUENCES
+    config.micro_batch = SEQUENCES // layout.ranks // case.accumulation
+    world = World(layout.ranks, layout.ranks_per_host)
+    resolve(config, world, chosen)
+    problems = check(config, world)
+    assert not problems, f"{case}: {Refusal(problems)}"
+    config.model.vocab_size = VOCABULARY  # a prime, which no tokenizer has
+    return config
+
+
+def shape_of(config: Config) -> Shape:
+    model = config.model
+    sizes = (model.layers, model.dim, model.heads, model.feedforward_dim, model.context, VOCABULARY)
+    return Shape(*sizes, tied=model.tied_head)
+
+
+def recipe_of(config: Config) -> Recipe:
+    o = config.optimizer
+    return Recipe(o.kind.name, LRS, o.weight_decay, o.beta1, o.beta2, o.eps, o.clip)
+
+
+def batches() -> list[Batch]:
+    """A step's sequences have from 0 to all of their labels. In the second step the first 3 sequences have none, so that one rank
+    of 4 has none and neither has the first micro-batch of others; in the fourth the first 6 have one label in all."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for step in range(len(LRS)):
+        text = torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
+        labels = text[:, 1:].clone()
+        share = torch.rand(SEQUENCES, 1, generator=generator)
+        labels[torch.rand(SEQUENCES, LENGTH, generator=generator) > share] = -100
+        if step == 1:
+            labels[:3] = -100
+        if step == 3:
+            labels[:6] = -100
+            labels[4, 7] = text[4, 8]
+        found.append(Batch(text[:, :-1].clone(), labels))
+    return found
+
+
+def slices(batch: Batch, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
+    """A rank's micro-batches: ranks take slices of the global batch in their order."""
+    each = SEQUENCES // ranks
+    for start in range(rank * each, (rank + 1) * each, micro_batch):
+        yield Batch(batch.tokens[start : start + micro_batch], batch.labels[start : start + micro_batch])

@@ -1,0 +1,210 @@
+"""Runs cases on the ranks with the code that train.py runs, and measures how far they are from the oracle."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.decoder import Decoder
+from parallel.apply import Spread, parallelize
+from parallel.config import Strategy
+from parallel.mesh import build_mesh, data_coordinate, start_process_group
+from parallel.precision import settle
+from tests.oracle import Batch, Trajectory, Weights
+from tests.parity.cases import LRS, Case, batches, slices
+from training.config import Config
+from training.evaluation import Evaluation
+from training.metrics.meters import Meters, Speed
+from training.optimizers.build import build_optimizer
+from training.ranks import Ranks
+from training.step import Step, StepResult
+
+CPU = torch.device("cpu")
+EVALUATED = (0, 3)  # steps before which the token losses are compared, in a pass as the evaluation makes it
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The largest of any step and rank. Those that promise 1 bounds are in its measure: 1 is the bound's unit."""
+
+    initial: bool  # bitwise equal
+    predicted: bool  # the tokens counted
+    loss: float  # relative
+    norm: float  # relative
+    gradient: float  # of each gradient's difference to its own norm, or to `floor` of the global norm where its own is below
+    parameters: float  # largest |difference| / (rtol x |value| + atol x highest lr), with the tolerances of the dtype
+    padding: float  # largest absolute value in a padded row
+    token_losses: float  # relative to the largest
+
+    @staticmethod
+    def worst(all_of_them: Iterable["Differences"]) -> "Differences":
+        rows = list(all_of_them)
+        numbers = {
+            name: largest(getattr(row, name) for row in rows)
+            for name in ("loss", "norm", "gradient", "parameters", "padding", "token_losses")
+        }
+        return Differences(all(row.initial for row in rows), all(row.predicted for row in rows), **numbers)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Promise 1's, for a dtype."""
+
+    dtype: torch.dtype
+    scalar: float  # loss, norm and token losses
+    gradient: float
+    floor: float  # share of the global norm below which a gradient's own norm is not its measure
+    rtol: float  # of parameters
+    atol: float  # of parameters, times the learning rate
+
+
+BOUNDS = {
+    "fp64": Bounds(torch.float64, scalar=1e-9, gradient=1e-9, floor=1e-9, rtol=1e-9, atol=1e-7),
+    "fp32": Bounds(torch.float32, scalar=1e-5, gradient=1e-5, floor=1e-2, rtol=1e-5, atol=1e-5),
+}
+
+
+class WatchedStep(Step):
+    """The step, which also keeps the gradients of before clipping."""
+
+    gradients: Weights
+
+    def backward(self, micro_batches: list[dict[str, Any]], predicted: int) -> StepResult:
+        result = super().backward(micro_batches, predicted)
+        self.gradients = whole_gradients(self.spread.model)
+        return result
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor, a copy; a collective where it is sharded."""
+    value = tensor.detach()
+    if isinstance(value, torch.distributed.tensor.DTensor):
+        value = value.full_tensor()
+    return value.clone()
+
+
+def whole_weights(model: nn.Module) -> Weights:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def whole_gradients(model: nn.Module) -> Weights:
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]:
+    precision = settle(config.precision, CPU)
+    reduce = config.precision.reduce_dtype
+    spread = parallelize(config.model, mesh, config.parallel, precision, reduce, config.compile, config.seed, CPU)
+    optimizer = build_optimizer(config.optimizer, spread.model)
+    return spread, WatchedStep(spread, mesh, optimizer, config.optimizer.clip)
+
+
+def mesh_of(config: Config) -> DeviceMesh | None:
+    return None if config.parallel.strategy is Strategy.single else build_mesh(config.parallel, CPU)
+
+
+def run_cases(cases: list[tuple[Case, Config]], folder: Path) -> list[Differences]:
+    """On each rank: what every case differs from the oracle's trajectories in `folder`, seen from this rank."""
+    group = start_process_group(CPU, timeout_seconds=60)
+    try:
+        found = []
+        for case, config in cases:
+            try:
+                found.append(run_case(case, config, folder, Ranks(group)))
+            except Exception as error:
+                error.add_note(f"in {case}")
+                raise
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def run_case(case: Case, config: Config, folder: Path, ranks: Ranks) -> Differences:
+    oracle: Trajectory = torch.load(folder / f"{case.training}.pt", weights_only=False)
+    bounds = BOUNDS[case.training.precision]
+    mesh = mesh_of(config)
+    spread, step = build(config, mesh)
+    meters = Meters(mesh, CPU, Speed(1, ranks.size, 1.0, None), max_skipped=10)
+    evaluation = Evaluation(None, spread, mesh, ranks, CPU, lambda: None)  # type: ignore[arg-type]
+    rank, data_ranks = data_coordinate(mesh)
+    assert isinstance(config.micro_batch, int)
+
+    weights = whole_weights(spread.model)
+    initial = all(torch.equal(cut(weights[name], value), value) for name, value in oracle.initial.items())
+    initial &= weights.keys() == oracle.initial.keys()
+    padding = [largest_padding(weights, oracle.initial)]
+    token_losses, gradients, predicted = [0.0], [], True
+    for number, batch in enumerate(batches()):
+        mine = list(slices(batch, rank, data_ranks, config.micro_batch))
+        if number in EVALUATED:
+            token_losses.append(evaluate(spread.model, evaluation, mine, batch, oracle.token_losses[number], rank))
+        count = sum(int((micro.labels != -100).sum()) for micro in mine)
+        result = step([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], count, LRS[number])
+        predicted &= int(result.predicted) == oracle.predicted[number]
+        meters.add(number + 1, LRS[number], result)
+        gradients.append(gradient_difference(step.gradients, oracle.gradients[number], oracle.norms[number], bounds))
+        padding.append(largest_padding(step.gradients, oracle.initial))
+    records = meters.read(0.0)
+    weights = whole_weights(spread.model)
+    padding.append(largest_padding(weights, oracle.initial))
+    return Differences(
+        initial=initial,
+        predicted=predicted,
+        loss=largest(relative(r["loss"], loss) for r, loss in zip(records, oracle.losses, strict=True)),
+        norm=largest(relative(r["grad_norm"], norm) for r, norm in zip(records, oracle.norms, strict=True)),
+        gradient=largest(gradients),
+        parameters=parameter_difference(weights, oracle.final, bounds),
+        padding=largest(padding),
+        token_losses=largest(token_losses),
+    )
+
+
+def evaluate(
+    model: Decoder, evaluation: Evaluation, mine: list[Batch], batch: Batch, expected: Tensor, rank: int
+) -> float:
+    """The token losses of this rank's sequences, in the way the suite asks for them."""
+    model.eval()
+    with torch.no_grad():
+        losses = torch.cat([evaluation.losses(micro.tokens, micro.labels) for micro in mine])
+    model.train()
+    expected = expected[rank * len(losses) : (rank + 1) * len(losses)]
+    return float((losses - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+
+
+def largest(values: Iterable[float]) -> float:
+    """The maximum, and NaN if any is: Python's own can miss it."""
+    return float(torch.tensor(list(values), dtype=torch.float64).max())
+
+
+def cut(value: Tensor, unpadded: Tensor) -> Tensor:
+    return value[: unpadded.shape[0]]
+
+
+def largest_padding(values: Weights, unpadded: Weights) -> float:
+    rows = [values[name][value.shape[0] :].flatten() for name, value in unpadded.items()]
+    return float(torch.cat(rows).abs().max()) if sum(map(len, rows)) else 0.0
+
+
+def relative(value: Any, expected: float) -> float:
+    return abs(value - expected) / abs(expected)
+
+
+def gradient_difference(found: Weights, expected: Weights, norm: float, bounds: Bounds) -> float:
+    assert found.keys() == expected.keys()
+    return largest(
+        float((cut(found[name], value) - value).norm()) / max(float(value.norm()), bounds.floor * norm)
+        for name, value in expected.items()
+    )
+
+
+def parameter_difference(found: Weights, expected: Weights, bounds: Bounds) -> float:
+    assert found.keys() == expected.keys()
+    return largest(
+        float(((cut(found[name], value) - value).abs() / (bounds.rtol * value.abs() + bounds.atol * max(LRS))).max())
+        for name, value in expected.items()
+    )

@@ -1,0 +1,58 @@
+"""The layouts that must all give the same run, as one would ask for them on the command line."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """ranks_per_host: what a launcher would say; presets of two degrees read it."""
+
+    ranks: int
+    overrides: str
+    ranks_per_host: int
+
+    def __str__(self) -> str:
+        return f"{self.ranks} x {self.overrides.replace('parallel.', '')}"
+
+
+def layout(ranks: int, overrides: str, ranks_per_host: int | None = None) -> Layout:
+    return Layout(ranks, overrides, ranks if ranks_per_host is None else ranks_per_host)
+
+
+# Each strategy of the interface, with each choice of resharding that the number of ranks allows.
+MAIN = [
+    layout(1, "parallel=single"),
+    layout(1, "parallel=ddp"),
+    layout(1, "parallel=zero1"),
+    layout(1, "parallel=fsdp2"),
+    layout(1, "parallel=hsdp"),
+    *[
+        layout(ranks, overrides)
+        for ranks in (2, 4)
+        for overrides in (
+            "parallel=ddp",
+            "parallel=zero1",
+            "parallel=fsdp2",
+            "parallel=fsdp2 parallel.reshard_after_forward=false",
+            "parallel=fsdp2 parallel.reshard_after_forward=2",
+        )
+    ],
+    layout(2, "parallel=hsdp", 1),
+    layout(4, "parallel=hsdp", 2),
+]
+
+# The other keys of each strategy.
+OPTIONS = [
+    layout(2, "parallel=ddp parallel.static_graph=true"),
+    layout(2, "parallel=ddp parallel.gradient_as_bucket_view=false parallel.bucket_cap_mb=0.01"),
+    layout(2, "parallel=ddp parallel.reduce=micro_batch"),
+    layout(2, "parallel=fsdp2 parallel.reduce=step"),
+    layout(2, "parallel=fsdp2 parallel.reshard_after_forward=false parallel.reduce=micro_batch"),
+    layout(2, "parallel=fsdp2 parallel.reshard_after_backward=false"),
+    layout(2, "parallel=fsdp2 parallel.prefetch_forward=0 parallel.prefetch_backward=0"),
+    layout(2, "parallel=fsdp2 parallel.prefetch_forward=2 parallel.prefetch_backward=2"),
+    layout(2, "parallel=fsdp2 parallel.cpu_offload=true"),
+    layout(4, "parallel=hsdp parallel.reduce=step", 2),
+    layout(4, "parallel=hsdp parallel.reshard_after_forward=false", 2),
+    layout(4, "parallel=fsdp2 parallel.dp_replicate=4 parallel.dp_shard=1"),
+]

@@ -1,0 +1,243 @@
+"""Every rule between keys, and that what is suggested instead is legal."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.config import ParallelConfig, Strategy
+from training.check import RANGES, accumulation, check, describe
+from training.config import Config, leaves
+from training.keys import keys
+from training.refusal import Problem
+from training.resolve import Chosen, World, resolve
+
+ALONE = World(1, 1)
+
+
+def made(world: World = ALONE, strategy: str = "single", **values: Any) -> Config:
+    """A resolved config with the values at dotted keys (__ for a dot), enums by name."""
+    config = Config(steps=100, batch_sequences=32)
+    config.parallel.strategy = Strategy[strategy]
+    for name, value in values.items():
+        owner: Any = config
+        *sections, last = name.split("__")
+        for section in sections:
+            owner = getattr(owner, section)
+        now = getattr(owner, last)
+        setattr(owner, last, type(now)[value] if hasattr(now, "name") and isinstance(value, str) else value)
+    resolve(config, world, Chosen({"model": "m"}))
+    return config
+
+
+def problems(world: World = ALONE, strategy: str = "single", **values: Any) -> dict[str, Problem]:
+    found = check(made(world, strategy, **values), world)
+    assert len({problem.key for problem in found}) == len(found), found
+    return {problem.key: problem for problem in found}
+
+
+def test_the_default_is_right() -> None:
+    assert problems() == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("model__heads", 3, "model.heads=2 or model.heads=4, or model.dim=255 or model.dim=258"),
+        ("model__heads", 300, "model.heads=256"),
+        ("model__dim", 0, "model.dim=1"),
+        ("model__vocab_size", 100, "model.vocab_size=null"),
+        ("model__dropout", 1.0, "model.dropout=0.0"),
+        ("sequence_length", 257, "sequence_length=256"),
+        ("steps", 0, "steps=1"),
+        ("seed", -1, "seed=0"),
+        ("micro_batch", "aut", "micro_batch=auto"),
+        ("micro_batch", 0, "micro_batch=1"),
+        ("optimizer__lr", 0.0, "optimizer.lr=0.001"),
+        ("optimizer__lr", float("inf"), "optimizer.lr=0.001"),
+        ("optimizer__beta2", 1.0, "optimizer.beta2=0.95"),
+        ("optimizer__clip", -1.0, "optimizer.clip=1.0"),
+        ("data__heldout", 1.0, "data.heldout=0.05"),
+        ("data__heldout", 0.0, "evals=none"),
+        ("data__files", ["a"], "data=text"),
+        ("data__kind", "files", "data.files"),
+        ("schedule__warmup_share", 1.1, "schedule.warmup_share="),
+        ("schedule__warmup_steps", 101, "more steps"),
+        ("schedule__decay_steps", 3, "schedule=warmup_stable_decay"),
+        ("checkpoint__permanent_every", 700, "checkpoint.permanent_every=500 or checkpoint.permanent_every=1000"),
+        ("checkpoint__load_parts", "all", "checkpoint.load="),
+        ("checkpoint__allow_changes", ["optimizer.lrr"], "checkpoint.allow_changes=[optimizer.lr]"),
+        ("evals__tasks", ["heldot"], "evals.tasks=[heldout]"),
+        ("evals__tasks", ["heldout", "heldout"], "evals.tasks=[heldout]"),
+        ("parallel__tp", 2, "parallel.tp=1"),
+        ("parallel__ep", 2, "parallel.ep=1"),
+        ("parallel__static_graph", True, "parallel=ddp"),
+        ("parallel__reshard_after_forward", 2, "parallel=fsdp2"),
+        ("precision__reduce_dtype", "tf32", "precision.reduce_dtype=fp32"),
+        ("tokenizer__kind", "tiktoken", "tokenizer.name="),
+        ("tokenizer__kind", "huggingface", "tokenizer.file="),
+        ("tokenizer__name", "gpt2", "tokenizer=tiktoken"),
+        ("name", "a/b", "name=a-b"),
+        ("name", "..", "name=run"),
+        ("out", " ", "out=outputs"),
+        ("hardware__device", "gpu", "hardware.device=cuda"),
+        ("hardware__gpus", 8, "torchrun --nproc-per-node 8"),
+        ("metrics__wandb_project", "", "metrics.wandb_project=null"),
+        ("eval_only", True, "checkpoint.load="),
+        ("steps", None, "epochs="),
+    ],
+)
+def test_one_problem_with_what_to_write(key: str, value: Any, instead: str) -> None:
+    found = list(problems(**{key: value}).values())
+    assert len(found) == 1, found
+    assert instead in found[0].instead
+
+
+def test_every_rule_is_of_a_key_and_every_number_has_one() -> None:
+    ruled = [name for names, _, _ in RANGES for name in names.split()]
+    assert len(ruled) == len(set(ruled))
+    numbers = {key.name for key in keys().values() if {int, float} & set(key.kinds)}
+    assert set(ruled) == numbers - {"micro_batch", "parallel.reshard_after_forward"}  # these have rules of their own
+
+
+def test_all_at_once() -> None:
+    found = problems(
+        model__heads=3, optimizer__lr=-1.0, evals__tasks=["x"], batch_sequences=6, micro_batch=4, name="a b"
+    )
+    assert set(found) == {"model.heads", "optimizer.lr", "evals.tasks", "batch_sequences", "name"}
+
+
+def test_lengths_and_batches_are_given_once() -> None:
+    assert set(problems(tokens=5)) == {"steps"}
+    assert set(problems(steps=None, batch_sequences=None)) == {"steps", "batch_sequences"}
+    assert set(problems(batch_tokens=256)) == {"batch_sequences"}
+    assert (
+        problems(batch_sequences=None, batch_tokens=1000)["batch_tokens"].instead
+        == "batch_tokens=768 or batch_tokens=1024"
+    )
+    assert set(problems(schedule__warmup_steps=1, schedule__warmup_share=0.1)) == {"schedule.warmup_steps"}
+
+
+def test_warm_up_and_decay_fit() -> None:
+    assert problems(schedule__kind="warmup_stable_decay", schedule__warmup_share=0.8) == {}
+    assert set(problems(schedule__kind="warmup_stable_decay", schedule__warmup_share=0.81)) == {"schedule.warmup_share"}
+    assert set(problems(schedule__warmup_tokens=100 * 32 * 256 + 1)) == {"schedule.warmup_tokens"}
+
+
+def test_kernels_and_devices() -> None:
+    assert set(problems(model__attention="cudnn", hardware__device="cpu")) == {"model.attention"}
+    assert set(problems(model__attention="flash", hardware__device="cuda", precision__dtype="fp32")) == {
+        "model.attention"
+    }
+    assert problems(model__attention="flash", hardware__device="cuda") == {}
+    assert set(problems(precision__dtype="tf32", hardware__device="cpu")) == {"precision.dtype"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "degrees", "world", "key", "instead"),
+    [
+        ("single", {}, World(4, 4), "parallel", "parallel=fsdp2 or parallel=ddp"),
+        ("single", {"dp_shard": 4}, World(4, 4), "parallel.dp_shard", "parallel=fsdp2"),
+        ("ddp", {"dp_replicate": 3}, World(8, 8), "parallel.dp_replicate", "parallel.dp_replicate=8"),
+        ("ddp", {"dp_replicate": -1, "dp_shard": 2}, World(8, 8), "parallel.dp_shard", "parallel=hsdp"),
+        ("fsdp2", {"dp_shard": 3}, World(8, 8), "parallel.dp_shard", "parallel.dp_shard=2 parallel.dp_replicate=4"),
+        ("fsdp2", {"dp_shard": 16}, World(8, 8), "parallel.dp_shard", "parallel.dp_shard=8 parallel.dp_replicate=1"),
+        ("fsdp2", {"dp_shard": 0}, World(8, 8), "parallel.dp_shard", "parallel.dp_shard=-1"),
+        (
+            "fsdp2",
+            {"dp_replicate": 3, "dp_shard": -1},
+            World(8, 8),
+            "parallel.dp_replicate",
+            "dp_shard=4 parallel.dp_repl",
+        ),
+        ("fsdp2", {"dp_replicate": -1, "dp_shard": -1}, World(12, 8), "parallel.dp_shard", "parallel.dp_shard=6"),
+        ("fsdp2", {"dp_shard": -1, "pp": -1}, World(8, 8), "parallel.pp", "parallel.pp=1"),
+    ],
+)
+def test_degrees(strategy: str, degrees: dict[str, int], world: World, key: str, instead: str) -> None:
+    found = problems(world, strategy, **{f"parallel__{name}": degree for name, degree in degrees.items()})
+    assert set(found) == {key}
+    assert instead in found[key].instead
+
+
+def test_reshard_divides_the_shards() -> None:
+    world = World(8, 8)
+    assert problems(world, "fsdp2", parallel__dp_shard=-1, parallel__reshard_after_forward=4) == {}
+    found = problems(world, "fsdp2", parallel__dp_shard=-1, parallel__reshard_after_forward=3)
+    assert found["parallel.reshard_after_forward"].instead.startswith(
+        "parallel.reshard_after_forward=2 or parallel.reshard_after_forward=4"
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    strategy=st.sampled_from(["ddp", "fsdp2"]),
+    replicate=st.sampled_from([-1, 1, 2, 3, 4]),
+    shard=st.sampled_from([-1, 1, 2, 3, 4]),
+    world=st.sampled_from([World(1, 1), World(2, 2), World(6, 3), World(8, 8), World(16, 8)]),
+)
+def test_what_passes_uses_every_rank_and_what_is_suggested_passes(
+    strategy: str, replicate: int, shard: int, world: World
+) -> None:
+    degrees = {"parallel__dp_replicate": replicate, "parallel__dp_shard": shard}
+    config = made(world, strategy, batch_sequences=48, micro_batch=1, **degrees)
+    found = [problem for problem in check(config, world) if problem.key.startswith("parallel")]
+    if not found:
+        assert config.parallel.dp_replicate * config.parallel.dp_shard == world.ranks
+        assert strategy == "fsdp2" or config.parallel.dp_shard == 1
+        return
+    for choice in found[0].instead.partition(";")[0].split(" or "):
+        numbers = {name: int(number) for name, number in re.findall(r"parallel\.(dp_\w+)=(\d+)", choice)}
+        if len(numbers) == 2:
+            fixed = ParallelConfig(strategy=Strategy.fsdp2, **numbers)
+            assert check(replace(config, parallel=fixed), world) == []
+
+
+@settings(deadline=None, max_examples=200)
+@given(batch=st.integers(1, 100), micro=st.integers(1, 9), ranks=st.integers(1, 8))
+def test_accumulation_counts_every_rank(batch: int, micro: int, ranks: int) -> None:
+    """A run on several hosts: the ranks of all of them, not of one (LOCAL_WORLD_SIZE)."""
+    world = World(ranks, 1)
+    config = made(world, "ddp", parallel__dp_replicate=-1, batch_sequences=batch, micro_batch=micro)
+    found = check(config, world)
+    if batch % (micro * ranks) == 0:
+        assert found == []
+        assert accumulation(config, world) * micro * ranks == batch
+        return
+    with pytest.raises(ValueError, match="not a multiple"):
+        accumulation(config, world)
+    (problem,) = found
+    nearest = [n for n in range(1, 200) if n % (micro * ranks) == 0]
+    below, above = [n for n in nearest if n < batch][-1:], next(n for n in nearest if n > batch)
+    suggested = [int(number) for number in re.findall(r"batch_sequences=(\d+)", problem.instead)]
+    assert suggested == [*below, above]
+    for number in re.findall(r"micro_batch=(\d+)", problem.instead):
+        assert batch % (int(number) * ranks) == 0
+
+
+def test_accumulation_needs_numbers() -> None:
+    with pytest.raises(ValueError, match="numbers"):
+        accumulation(made(micro_batch="auto"), World(1, 1))
+    with pytest.raises(ValueError, match="ranks"):
+        accumulation(made(), World(2, 2))
+
+
+def test_eval_only_asks_only_for_what_it_uses() -> None:
+    found = problems(eval_only=True, checkpoint__load="x", steps=None, batch_sequences=None)
+    assert found == {}
+
+
+def test_a_tokenizer_file_is_looked_for(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    assert set(problems(tokenizer__kind="huggingface", tokenizer__file=str(file))) == {"tokenizer.file"}
+    file.write_text("{}")
+    assert problems(tokenizer__kind="huggingface", tokenizer__file=str(file)) == {}
+
+
+def test_the_description_has_every_key() -> None:
+    text = describe(made())
+    assert all(re.search(rf"^ *{name.rpartition('.')[2]}:", text, re.MULTILINE) for name in leaves(made()))

@@ -1,0 +1,282 @@
+"""From the command line and the files to a Config, and what a user sees when it is refused."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parallel.config import Strategy
+from tests.training.test_command import mutated
+from training.check import describe, settle
+from training.command import CONFIGS, ROOT
+from training.compose import check_command, compose
+from training.config import Config, OptimizerKind
+from training.keys import keys
+from training.refusal import Problem, Refusal
+from training.resolve import Chosen
+
+# What train.py does before it trains.
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import hydra
+from training.check import describe, settle
+from training.compose import check_command, from_hydra, refusing
+
+@hydra.main(version_base="1.3", config_path={str(CONFIGS)!r}, config_name="config")
+def main(composed):
+    with refusing():
+        config, chosen = from_hydra(composed)
+        settle(config, chosen)
+        if config.check_only:
+            print(describe(config, chosen))
+        else:
+            print("trains", config.name, config.seed)
+
+if __name__ == "__main__":
+    try:
+        with refusing():
+            check_command(sys.argv[1:])
+            main()
+    finally:
+        print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's own presets."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "model").mkdir()
+    return tmp_path
+
+
+def experiment(folder: Path, text: str) -> list[str]:
+    (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    return ["--config-dir", str(folder), "experiment=mine"]
+
+
+def refused(*argv: str) -> list[Problem]:
+    with pytest.raises(Refusal) as refusal:
+        settle(*compose(list(argv)))
+    return refusal.value.problems
+
+
+def settled(*argv: str) -> Config:
+    config, chosen = compose(list(argv))
+    settle(config, chosen)
+    return config
+
+
+def test_values_reach_the_schema() -> None:
+    argv = ["model=gpt2_124m", "optimizer=sgd", "optimizer.lr=1", "data.files=[a,b]", "parallel.dp_shard=-1"]
+    config, chosen = compose(argv)
+    assert (config.model.layers, config.model.dim, config.model.heads) == (12, 768, 12)
+    assert config.optimizer.kind is OptimizerKind.sgd
+    assert config.optimizer.lr == 1.0
+    assert isinstance(config.optimizer.lr, float)
+    assert config.data.files == ["a", "b"]
+    assert config.parallel.strategy is Strategy.single
+    assert (chosen.groups["model"], chosen.name(), chosen.job) == ("gpt2_124m", "gpt2_124m", None)
+
+
+def test_every_key_comes_from_somewhere() -> None:
+    """The schema's defaults, the presets and config.yaml together set every key, and none twice as a stray object."""
+    one, two = settled(), settled()
+    assert one == two
+    assert one.evals.tasks is not two.evals.tasks
+
+
+def test_misspelt_keys_of_a_file_are_refused_with_their_place(folder: Path) -> None:
+    wrong = [mutated(name) for name in list(keys())[::3]]
+    tree: dict[str, object] = {}
+    for name in wrong:
+        section, _, last = name.rpartition(".")
+        branch = tree.setdefault(section, {}) if section else tree
+        assert isinstance(branch, dict)
+        branch[last] = 1
+    found = refused(*experiment(folder, yaml.safe_dump(tree)))
+    assert {problem.key for problem in found} == set(wrong)
+    assert all("mine.yaml:" in problem.reason for problem in found)
+
+
+def test_wrong_values_of_a_file_are_refused_at_once(folder: Path) -> None:
+    (folder / "model" / "mine.yaml").write_text("layers: 2\nheads: '4'\ndropout: yes\n")
+    text = """
+defaults:
+  - override /model: mine
+steps: 1.5
+optimizer: {clip: None, lr: .inf}
+data: {shuffle: half, files: abc}
+schedule: constant
+"""
+    found = {problem.key: problem for problem in refused(*experiment(folder, text))}
+    assert set(found) == {
+        "model.heads",
+        "model.dropout",
+        "steps",
+        "optimizer.clip",
+        "optimizer.lr",
+        "data.shuffle",
+        "data.files",
+        "schedule",
+    }
+    assert "mine.yaml:2" in found["model.heads"].reason
+    assert "model/mine.yaml" in found["model.heads"].reason
+    assert "experiment/mine.yaml:5" in found["steps"].reason
+    assert "override /schedule: constant" in found["schedule"].instead
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("a: [1\nb: 2", "mine.yaml:3"), ("defaults:\n  - override /model: nope", "nope"), ("- 1", "mine")],
+)
+def test_what_hydra_cannot_read_is_refused(folder: Path, text: str, said: str) -> None:
+    assert said in str(refused(*experiment(folder, text))[0])
+
+
+@pytest.mark.parametrize(
+    ("argv", "keys"),
+    [
+        (["optimizer.lrr=1"], ["optimizer.lrr"]),
+        (["+optimizer.lrr=1"], ["+optimizer.lrr"]),
+        (["modle=gpt2_124m"], ["modle"]),
+        (["steps=None"], ["steps"]),
+        (["parallel=fsdp2", "parallel.dp_shard=3", "hardware.gpus=8"], ["parallel.dp_shard"]),
+        (["hydra.nope=1"], ["config"]),
+        (["model@optimizer=gpt2_124m"], ["config"]),
+        (["optimizer.lr=${oc.env:ESPALIER_NOT_SET}"], ["optimizer.lr"]),
+        (["optimizer.lr=${schedule.nope}"], ["optimizer.lr"]),
+    ],
+)
+def test_refusals(argv: list[str], keys: list[str]) -> None:
+    assert [problem.key for problem in refused("check_only=true", *argv)] == keys
+
+
+def test_the_command_line_says_which_of_two_ways_stands(folder: Path) -> None:
+    mine = experiment(folder, "tokens: 1e6\nbatch_tokens: 2048\n")
+    config, _ = compose(mine)  # over what config.yaml says itself
+    assert (config.steps, config.tokens, config.batch_sequences, config.batch_tokens) == (None, 1_000_000, None, 2048)
+    config, _ = compose([*mine, "steps=7", "batch_sequences=4"])
+    assert (config.steps, config.tokens, config.batch_sequences, config.batch_tokens) == (7, None, 4, None)
+    assert [p.key for p in refused("steps=7", "tokens=9")] == ["steps"]
+    assert [p.key for p in refused("batch_sequences=7", "batch_tokens=9")] == ["batch_sequences"]
+
+
+def test_values_of_the_environment_are_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPALIER_SECRET", "abc123")
+    monkeypatch.setenv("ESPALIER_SEED", "7")
+    mine = experiment(
+        folder,
+        "seed: ${oc.env:ESPALIER_SEED}\nmetrics: {sample_prompt: '${oc.env:ESPALIER_SECRET}'}\n"
+        "data: {cache: '${metrics.sample_prompt}/x', field: '${name}', files: ['${oc.env:ESPALIER_SECRET}/y']}\n"
+        "name: plain",
+    )
+    config, chosen = compose(mine)
+    assert (config.seed, config.metrics.sample_prompt, config.data.cache) == (7, "abc123", "abc123/x")
+    assert (config.data.field, config.data.files) == ("plain", ["abc123/y"])
+    assert set(chosen.unresolved) == {"seed", "metrics.sample_prompt", "data.cache", "data.files"}
+    text = describe(config, chosen)
+    assert "abc123" not in text
+    assert yaml.safe_load(text)["seed"] == "${oc.env:ESPALIER_SEED}"
+    monkeypatch.setenv("ESPALIER_SEED", "secret-word")
+    assert "secret-word" not in str(refused(*mine)[0])
+
+
+def test_the_description_gives_the_same_config(folder: Path) -> None:
+    """What is saved with a run can be read as an experiment, and is complete."""
+    config, chosen = compose(["model=gpt2_350m", "schedule=linear", "name='a=b'", "optimizer.lr=1e-5"])
+    settle(config, chosen)
+    assert settled(*experiment(folder, describe(config, chosen))) == config
+
+
+def presets() -> list[list[str]]:
+    """Command lines that together choose every preset of every group."""
+    groups = {
+        group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in CONFIGS.iterdir() if group.is_dir()
+    }
+    lines = range(max(len(found) for found in groups.values()))
+    return [[f"{group}={found[line % len(found)]}" for group, found in sorted(groups.items())] for line in lines]
+
+
+@pytest.mark.parametrize("line", presets(), ids=lambda line: line[-1])
+def test_every_preset_composes_and_checks(line: list[str], tmp_path: Path) -> None:
+    words = ["check_only=true", "hardware.gpus=16", "batch_sequences=32", *line]
+    if "tokenizer=tiktoken" in line:
+        words.append("tokenizer.name=cl100k_base")
+    if "tokenizer=huggingface" in line:
+        (tmp_path / "tokenizer.json").write_text("{}")
+        words.append(f"tokenizer.file={tmp_path}/tokenizer.json")
+    if "data=text" in line:
+        words.append("data.files=[x.txt]")
+    if "parallel=single" in line:
+        words.append("hardware.gpus=1")
+    settled(*words)
+
+
+def test_a_sweep_is_checked_before_its_first_job() -> None:
+    check_command(["-m", "seed=1,2", "optimizer.lr=1e-3,2e-3"])
+    with pytest.raises(Refusal) as refusal:
+        check_command(["-m", "seed=1,2", "batch_sequences=32,0,33", "micro_batch=8"])
+    assert [(p.key, p.value) for p in refusal.value.problems] == [("batch_sequences", "0"), ("batch_sequences", "33")]
+    with pytest.raises(Refusal, match="sweeper"):
+        check_command(["-m", "optimizer.lr=interval(0,1)"])
+
+
+def test_a_job_of_a_sweep_has_a_name_of_its_own() -> None:
+    config, chosen = compose(["name=try"])
+    settle(config, Chosen(chosen.groups, job=3))
+    assert config.name == "try-3"
+
+
+def run(folder: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), *argv]
+    return subprocess.run(
+        command, cwd=folder, env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_typo_ends_with_2_within_seconds_and_without_torch(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run(tmp_path, "optimizer.lrr=1", "steps=None")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "optimizer.lr=1" in done.stderr
+    assert "steps=null" in done.stderr
+    assert done.stderr.endswith("False\n")  # torch was not imported
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.5
+
+
+def test_check_only_needs_no_torch_and_leaves_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, "check_only=true", "parallel=hsdp", "hardware.gpus=16")
+    assert done.returncode == 0
+    assert done.stderr == "False\n"
+    parallel = yaml.safe_load(done.stdout)["parallel"]
+    assert (parallel["dp_replicate"], parallel["dp_shard"]) == (2, 8)
+    assert [file.name for file in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_problems_of_files_and_between_keys_end_with_2(folder: Path) -> None:
+    done = run(folder, *experiment(folder, "stepss: 3"))
+    assert (done.returncode, "Traceback" in done.stderr, "steps=3" in done.stderr) == (2, False, True)
+    done = run(folder, "batch_sequences=6", "micro_batch=4", WORLD_SIZE="1", RANK="0")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert (
+        run(folder, "batch_sequences=6", "micro_batch=4", WORLD_SIZE="4", RANK="3").stderr == "False\n"
+    )  # rank 0 speaks
+
+
+def test_hydras_own_flags_work(tmp_path: Path) -> None:
+    shown = run(tmp_path, "--cfg", "job", "optimizer.lr=0.5")
+    assert yaml.safe_load(shown.stdout)["optimizer"]["lr"] == 0.5
+    text = run(tmp_path, "--help").stdout
+    assert "gpt2_124m" in text
+    assert "torchrun" in text
+    swept = run(tmp_path, "-m", "seed=4,5")
+    assert swept.stdout.splitlines() == ["trains gpt2_nano-0 4", "trains gpt2_nano-1 5"]

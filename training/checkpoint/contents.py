@@ -1,0 +1,65 @@
+"""What a run saves and where it goes on: the model and optimizer as one flat state, with what must be known to go
+on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from models.decoder import Decoder
+from training.checkpoint.folders import Saved
+from training.checkpoint.store import SaveFailed, Store
+from training.config import CheckpointConfig, Load
+from training.optimizers.base import Optimizer
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+
+
+def model_state(model: Decoder) -> dict[str, Tensor]:
+    """Parameters by name; a shared one once."""
+    return {MODEL + name: parameter.data for name, parameter in model.named_parameters()}
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of this run. Every method is a collective."""
+
+    store: Store
+    config: CheckpointConfig
+    model: Decoder
+    optimizer: Optimizer
+    about: dict[str, Any]  # what stays the same over the run: config, versions, tokenizer
+
+    def state(self) -> dict[str, Tensor]:
+        return model_state(self.model) | {OPTIMIZER + name: value for name, value in self.optimizer.tensors().items()}
+
+    def due(self, step: int) -> bool:
+        return self.config.every > 0 and step % self.config.every == 0
+
+    def save(self, step: int, tokens: int, skipped_steps: int, kind: str) -> Saved:
+        """kind: scheduled | final | signal. Raises SaveFailed on every rank; older checkpoints are untouched then."""
+        every = self.config.permanent_every
+        permanent = kind == "final" or (every > 0 and step % every == 0)
+        info = {"step": step, "tokens": tokens, "skipped_steps": skipped_steps, "kind": kind, "permanent": permanent}
+        saved = self.store.save(step, self.state(), info | self.about)
+        self.store.prune(self.config.keep)
+        return saved
+
+    def restore(self, saved: Saved, parts: Load) -> None:
+        self.store.load(saved, self.state() if parts is Load.all else model_state(self.model))
+
+    def test_restore(self, step: int) -> float:
+        """Saves to the real destination, reads it back, compares bit by bit and deletes it. Returns the seconds of
+        reading.
+        Raises SaveFailed where a bit differs."""
+        saved = self.store.save(step, self.state(), {"step": step, "kind": "test", "permanent": False} | self.about)
+        report = self.store.verify_restore(saved, self.state())
+        self.store.remove(saved)
+        if report.different:
+            raise SaveFailed(0, step, str(saved.folder), f"read back, these differ: {', '.join(report.different)}")
+        return report.seconds
+
+
+def is_scored(store: Store, saved: Saved) -> bool:
+    """Whether this checkpoint has its scores, or never gets any (one saved for a signal)."""
+    return (saved.info["kind"] == "signal" and not saved.permanent) or store.scores(saved) is not None

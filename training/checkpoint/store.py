@@ -1,0 +1,188 @@
+"""The checkpoints of a run: saved whole or not at all, found, loaded into any layout, and deleted in order.
+
+All ranks call every function here together. Rank 0 looks at the folder and tells the others; no rank trusts its own
+listing of a file system that several hosts share.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint import folders, matching, tensors
+from training.checkpoint.folders import Broken, Saved
+from training.checkpoint.retention import StepInfo, to_delete
+from training.checkpoint.tensors import RestoreReport, State, TensorsFailed
+from training.ranks import Ranks
+from training.refusal import Problem, Refusal
+
+log = logging.getLogger(__name__)
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be saved. What was written of it is removed, older ones are untouched. On every rank."""
+
+    def __init__(self, rank: int, step: int, file: str, reason: str) -> None:
+        super().__init__(rank, step, file, reason)
+        self.rank, self.step, self.file, self.reason = rank, step, file, reason
+
+    def __str__(self) -> str:
+        return (
+            f"the checkpoint of step {self.step} was not saved: rank {self.rank} failed on {self.file}: {self.reason}"
+        )
+
+
+class Store:
+    """The checkpoints in one folder, which need not exist before the first save.
+
+    folder: the same on every rank, on a file system that all hosts share.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self.folder = folder
+        self.ranks = ranks
+
+    def save(self, step: int, state: State, info: dict[str, Any]) -> Saved:
+        """Saves the state in a new folder, complete when its marker is there. If any rank fails, all raise SaveFailed.
+
+        state: plain tensors (equal on all ranks) and DTensors, by name.
+        info: JSON values; "permanent": true keeps the checkpoint from `prune`.
+        A complete checkpoint of this step is left as it is and returned, made permanent if `info` asks for it.
+        """
+        json.dumps(info)  # a value that JSON lacks raises here, on every rank
+        folder = folders.folder_of(self.folder, step)
+        try:
+            there = self.ranks.first_does(lambda: _make_room(folder, info.get("permanent", False)))
+        except OSError as error:
+            raise _save_failed(step, folder, error) from error
+        if there is not None:
+            return there
+        try:
+            tensors.write(folder, state, self.ranks)
+            return self.ranks.first_does(lambda: folders.complete(folder, step, info, tensors.file_sizes(folder)))
+        except (OSError, TensorsFailed) as error:
+            if self.ranks.rank == 0:
+                _try_to_remove(folder)
+            raise _save_failed(step, folder, error) from error
+
+    def newest(self) -> Saved | None:
+        """The newest complete checkpoint. Newer ones that are incomplete or damaged are named in a warning."""
+        return self.ranks.first_does(lambda: folders.newest(self.folder))
+
+    def all(self) -> list[Saved]:
+        """Every complete checkpoint, oldest first."""
+        return self.ranks.first_does(lambda: folders.whole(self.folder))
+
+    def load(self, saved: Saved, state: State, strict: bool = True) -> None:
+        """Fills the tensors of the state in place, whatever the layout they were saved from.
+
+        Only the parts that the state has are compared and read: model.* alone leaves the optimizer.* that was saved.
+        strict: refuses names that only one side has; else they are named in a warning and stay as they are.
+        Raises Refusal on every rank with all that does not fit, before a tensor is touched. A damaged file is refused
+        when it is read; the state is then part old, part new.
+        """
+        stored = self.ranks.first_does(lambda: tensors.describe(saved.folder))
+        found = matching.over_ranks(self.ranks.gather(matching.mismatch(state, stored)))
+        names = matching.name_problems(saved.folder, found)
+        problems = (names if strict else []) + matching.value_problems(saved.folder, found)
+        if problems:
+            raise Refusal(problems)
+        if names and self.ranks.rank == 0:
+            log.warning("%s", "\n".join(problem.reason for problem in names))
+        try:
+            tensors.read(saved.folder, {name: tensor for name, tensor in state.items() if name in stored}, self.ranks)
+        except TensorsFailed as failure:
+            reason = f"rank {failure.rank} cannot read {failure.file}: {failure.reason}"
+            instead = "move this folder away; the newest complete checkpoint before it is used then"
+            raise Refusal([Problem("checkpoint", saved.folder, reason, instead)]) from failure
+
+    def verify_restore(self, saved: Saved, state: State) -> RestoreReport:
+        """Reads the checkpoint into memory of its own, about 1 GiB a rank at a time, and compares it bitwise with the
+        live state, each rank its part. The report is the same on all ranks. If any rank cannot read, all raise
+        TensorsFailed."""
+        return tensors.compare(saved.folder, state, self.ranks)
+
+    def prune(self, keep: int) -> None:
+        """Deletes what `to_delete` names, and older folders of saves and deletions that did not end. What cannot be
+        deleted is named in a warning."""
+        self.ranks.first_does(lambda: _prune(self.folder, keep))
+
+    def remove(self, saved: Saved) -> None:
+        """Deletes a checkpoint, permanent or not."""
+        self.ranks.first_does(lambda: _try_to_remove(saved.folder))
+
+    def scores(self, saved: Saved) -> dict[str, Any] | None:
+        """The scores of a checkpoint; None where it was not scored."""
+        return self.ranks.first_does(lambda: folders.read_scores(saved.folder))
+
+    def write_scores(self, saved: Saved, scores: dict[str, Any]) -> None:
+        """Writes rank 0's scores beside the manifest. Raises OSError on every rank."""
+        self.ranks.first_does(lambda: folders.write_scores(saved.folder, scores))
+
+
+def find(path: str, ranks: Ranks) -> Saved:
+    """The checkpoint that checkpoint.load names: one checkpoint's folder, or the newest complete one of a run's folder
+    or of a folder of checkpoints. Raises Refusal on every rank where there is none."""
+    found = ranks.first_does(lambda: _find(path))
+    if isinstance(found, Problem):
+        raise Refusal([found])
+    return found
+
+
+def _find(path: str) -> Saved | Problem:
+    folder = Path(path).expanduser()
+    kinds = "the folder of a run, its folder of checkpoints, or one checkpoint (step-000500)"
+    if not folder.is_dir():
+        return Problem("checkpoint.load", path, "there is no such folder", kinds)
+    if folders.is_checkpoint(folder):
+        try:
+            return folders.read(folder)
+        except Broken as fault:
+            other = folders.newest(folder.parent)
+            return Problem(
+                "checkpoint.load",
+                path,
+                f"not a complete checkpoint: {fault}",
+                f"checkpoint.load={other.folder}" if other else kinds,
+            )
+    found = folders.newest(folder / "checkpoints") or folders.newest(folder)
+    return found or Problem("checkpoint.load", path, "no complete checkpoint in it", kinds)
+
+
+def _make_room(folder: Path, permanent: bool) -> Saved | None:
+    """The complete checkpoint that is there already; else an empty folder in the place of what may be there."""
+    if folder.exists():
+        try:
+            there = folders.read(folder)
+            return folders.make_permanent(there) if permanent and not there.permanent else there
+        except Broken as fault:
+            log.warning("%s is saved anew: %s", folder, fault)
+            folders.remove(folder)
+    folder.mkdir(parents=True)
+    return None
+
+
+def _save_failed(step: int, folder: Path, error: OSError | TensorsFailed) -> SaveFailed:
+    if isinstance(error, TensorsFailed):
+        return SaveFailed(error.rank, step, error.file, error.reason)
+    return SaveFailed(0, step, str(error.filename or folder), error.strerror or str(error))
+
+
+def _prune(checkpoints: Path, keep: int) -> None:
+    there = folders.whole(checkpoints)
+    if not there:
+        return
+    unwanted = set(to_delete([StepInfo(saved.step, saved.permanent) for saved in there], keep))
+    for saved in there:
+        if saved.step in unwanted:
+            _try_to_remove(saved.folder)
+    for step, folder in folders.steps_in(checkpoints):
+        if step < there[-1].step and not (folder / folders.MARKER).exists():
+            _try_to_remove(folder)
+
+
+def _try_to_remove(folder: Path) -> None:
+    try:
+        folders.remove(folder)
+    except OSError as error:
+        log.warning("%s could not be deleted: %s", folder, error)

@@ -1,0 +1,120 @@
+"""Batches: the rows of a step that this rank computes, cut into micro-batches and made ready ahead."""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from training.data.order import Order
+from training.data.shards import Tokens
+
+
+class BatchFailed(Exception):
+    """The batch of a step could not be read; the message names the step and what was wrong with which file."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a step."""
+
+    step: int
+    """Counted from 0: the steps done before it."""
+    micro_batches: list[dict[str, torch.Tensor]]
+    """Each {"tokens", "labels"}: int64 [micro_batch, sequence_length]; labels are the tokens one place on."""
+    predicted: int
+    """Labels that count, on this rank."""
+    digest: str
+    """Hash of this rank's tokens, for comparing runs."""
+
+
+class Batches:
+    """The batches of a run as a function of the step, so that a resume needs to know nothing but the step.
+
+    Row r of step s is sample s * batch_sequences + r of the order. The rank has batch_sequences / data_ranks rows, from
+    data_rank times as many on."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        order: Order,
+        batch_sequences: int,
+        micro_batch: int,
+        data_rank: int,
+        data_ranks: int,
+        device: torch.device,
+        prefetch: int,
+    ) -> None:
+        """micro_batch: sequences; prefetch: steps made ready ahead. Raises ValueError if the batch does not divide."""
+        if batch_sequences % (data_ranks * micro_batch):
+            raise ValueError(f"{batch_sequences} sequences do not divide by {data_ranks} ranks x {micro_batch}")
+        self.tokens = tokens
+        self.order = order
+        self.batch_sequences = batch_sequences
+        self.micro_batch = micro_batch
+        self.rows = batch_sequences // data_ranks
+        self.first_row = data_rank * self.rows
+        self.device = device
+        self.prefetch = prefetch
+        self.wait_seconds = 0.0
+        """Time `iterate` has made its consumer wait."""
+
+    def at(self, step: int) -> Batch:
+        """The batch of a step (from 0). Raises BatchFailed."""
+        return self._batch(step, self._read(step))
+
+    def iterate(self, first_step: int) -> Generator[Batch, None, None]:
+        """The batches from a step on, without end. A thread reads ahead; it ends when the iterator is closed.
+
+        Raises BatchFailed."""
+        reader = ThreadPoolExecutor(1, "batches")
+        ready: deque[Future[tuple[torch.Tensor, str]]] = deque()
+        step = first_step
+        try:
+            while True:
+                while len(ready) <= self.prefetch:
+                    ready.append(reader.submit(self._read, step + len(ready)))
+                began = time.perf_counter()
+                rows = ready.popleft().result()
+                self.wait_seconds += time.perf_counter() - began
+                yield self._batch(step, rows)
+                step += 1
+        finally:
+            reader.shutdown(cancel_futures=True)
+
+    def _read(self, step: int) -> tuple[torch.Tensor, str]:
+        """This rank's rows, int64 [rows, sequence_length + 1] on the CPU (pinned for a GPU), and their digest."""
+        first = step * self.batch_sequences + self.first_row
+        try:
+            samples = [self._sample(int(start)) for start in self.order.starts(np.arange(first, first + self.rows))]
+        except Exception as error:
+            raise BatchFailed(f"step {step}: {error}") from error
+        rows = np.stack(samples)
+        digest = hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()
+        tensor = torch.from_numpy(rows.astype(np.int64))
+        if self.device.type == "cuda":
+            # A new thread's current device is the first one, where pinning would make a context.
+            torch.cuda.set_device(self.device)
+            tensor = tensor.pin_memory()
+        return tensor, digest
+
+    def _sample(self, start: int) -> np.ndarray:
+        """sequence_length + 1 tokens from `start` on; the first token follows the last."""
+        stop = start + self.order.sequence_length + 1
+        parts = []
+        while stop > len(self.tokens):
+            parts.append(self.tokens.read(start, len(self.tokens)))
+            start, stop = 0, stop - len(self.tokens)
+        return np.concatenate([*parts, self.tokens.read(start, stop)])
+
+    def _batch(self, step: int, read: tuple[torch.Tensor, str]) -> Batch:
+        """Copies to the device in one go, on the consumer's stream: what it launches next finds the tokens there."""
+        rows, digest = read
+        rows = rows.to(self.device, non_blocking=True)
+        parts = rows.split(self.micro_batch)
+        micro_batches = [{"tokens": p[:, :-1].contiguous(), "labels": p[:, 1:].contiguous()} for p in parts]
+        return Batch(step, micro_batches, self.rows * self.order.sequence_length, digest)

@@ -1,0 +1,41 @@
+"""The suite, run on the model as it is now."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel.apply import Spread
+from parallel.mesh import data_coordinate
+from training.evals.suite import Suite
+from training.metrics.records import Record
+from training.ranks import Ranks
+
+
+@dataclass
+class Evaluation:
+    """Scores the model; changes nothing in it. `interrupt` is called before each batch and may raise to end the
+    evaluation, on all ranks at the same batch."""
+
+    suite: Suite
+    spread: Spread
+    mesh: DeviceMesh | None
+    ranks: Ranks
+    device: torch.device
+    interrupt: Callable[[], None]
+
+    def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self.interrupt()
+        return self.spread.forward(tokens=tokens, labels=labels, reduction="none")
+
+    def score(self, step: int) -> list[Record]:
+        """A collective: all scores of the suite, the same on every rank, as lines of evals.jsonl."""
+        data_rank, data_ranks = data_coordinate(self.mesh)
+        self.spread.model.eval()
+        try:
+            scores = self.suite.score(self.losses, self.ranks, data_rank, data_ranks, self.device)
+        finally:
+            self.spread.model.train()
+        return [{"step": step} | asdict(score) for score in scores]

@@ -1,0 +1,63 @@
+"""What a run shows when it is done: a sample of text, the final table, and what one can do next."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.derive import derive
+from parallel.apply import Spread
+from training.config import Config
+from training.data.prepare import Prepared
+from training.evals.baselines import baselines
+from training.evals.sample import generate
+from training.metrics import records
+from training.metrics.console import final_table
+from training.metrics.writers import EVALS_FILE
+from training.tokenizers import Tokenizer
+
+TEMPERATURE = 0.8
+
+
+def sample(config: Config, spread: Spread, tokenizer: Tokenizer, device: torch.device) -> str:
+    """Text by the model. A collective; rank 0's is the one to show."""
+    prompt = [tokenizer.end_of_text, *tokenizer.encode(config.metrics.sample_prompt)]
+
+    def logits(tokens: Tensor) -> Tensor:
+        return spread.forward(tokens=tokens)
+
+    spread.model.eval()
+    seed = derive(config.seed, "sample")
+    ids = generate(logits, prompt, config.metrics.sample_tokens, config.model.context, TEMPERATURE, seed, device)
+    spread.model.train()
+    if tokenizer.end_of_text in ids:
+        ids = ids[: ids.index(tokenizer.end_of_text)]
+    return config.metrics.sample_prompt + tokenizer.decode(ids)
+
+
+def references(config: Config, prepared: Prepared, tokenizer: Tokenizer) -> dict[str, dict[tuple[str, str], float]]:
+    """Rows of the final table that are not this model's: n-gram models of bytes on the same documents."""
+    if "heldout" not in config.evals.tasks:
+        return {}
+    found = baselines(prepared, tokenizer, config.evals.heldout_tokens)
+    return {f"{order} of bytes": {("heldout", "bits_per_byte"): value} for order, value in found.items()}
+
+
+def result(folder: Path, other_models: Mapping[str, Mapping[tuple[str, str], float]]) -> str:
+    """The final table, from the run's own files."""
+    scores = records.read(folder / EVALS_FILE)
+    return final_table(scores, other_models) if scores else "no scores (evals=none)"
+
+
+def next_ways(config: Config, folder: Path, goes_on: str) -> str:
+    """What one can do with a finished run."""
+    steps = config.steps or 0
+    return "\n".join(
+        [
+            f"finished: {steps:,} steps; everything is in {folder}",
+            f"  longer:     {goes_on} steps={2 * steps} 'checkpoint.allow_changes=[steps]'",
+            f"  start anew: {goes_on} name={folder.name}-2",
+            f"  score:      {goes_on.split(' train.py')[0]} train.py eval_only=true checkpoint.load={folder}",
+        ]
+    )

@@ -1,0 +1,129 @@
+"""The steps of a run."""
+
+import gc
+from dataclasses import dataclass
+
+from parallel.mesh import shorten_timeouts
+from training.checkpoint.contents import Checkpoints
+from training.checkpoint.folders import Saved
+from training.config import Config, TestRestore
+from training.data.batches import Batches
+from training.evaluation import Evaluation
+from training.faults import Stopped, StopRequest
+from training.metrics.meters import Meters
+from training.metrics.writers import Writers
+from training.ranks import Ranks
+from training.schedule import Schedule
+from training.seeds import seed_step
+from training.step import Step
+
+LONG_RUN_SECONDS = 3600.0  # from here on checkpoint.test_restore=auto tests
+
+
+@dataclass
+class Run:
+    """All that takes part in the steps. Each member is the same kind of thing on every rank."""
+
+    config: Config
+    steps: int
+    step_tokens: int
+    data_rank: int
+    ranks: Ranks
+    batches: Batches
+    step: Step
+    schedule: Schedule
+    meters: Meters
+    writers: Writers
+    checkpoints: Checkpoints
+    evaluation: Evaluation
+    stop: StopRequest
+    last_saved_step: int | None = None
+
+
+def train(run: Run, steps_done: int) -> Stopped | None:
+    """Goes on from `steps_done` to the end. Returns the reason if it was asked to stop before all was done and scored;
+    what was done is saved in any case.
+
+    A step is known by its number from 1: checkpoint 5 has the weights after step 5.
+    """
+    gc.collect()
+    gc.disable()  # a collection in one rank's step makes all wait; ours comes where they wait anyway
+    try:
+        for batch in run.batches.iterate(steps_done):
+            step, lr = batch.step + 1, run.schedule.lr(batch.step)
+            seed_step(run.config.seed, batch.step, run.data_rank)
+            run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr))
+
+            first, last = step == steps_done + 1, step == run.steps
+            if first:
+                run.stop.watch_steps(run.ranks)
+            stopped = run.stop.poll()
+            if first or last or stopped or step % run.config.metrics.every == 0 or _pauses(run, step):
+                report(run, step)
+            if first:
+                prove(run, step)
+            stopped = pause(run, step, last, stopped)
+            if last or stopped:
+                return stopped
+        raise AssertionError("the batches ended before the run")
+    finally:
+        gc.enable()
+
+
+def _pauses(run: Run, step: int) -> bool:
+    """Whether training waits after this step for a checkpoint or an evaluation."""
+    every = run.config.evals.every
+    return run.checkpoints.due(step) or (every > 0 and step % every == 0)
+
+
+def report(run: Run, step: int) -> None:
+    """Reads the steps since the last report from the device and writes them."""
+    run.writers.steps(run.meters.read(run.batches.wait_seconds))
+    run.meters.check_skipped(step)
+
+
+def prove(run: Run, step: int) -> None:
+    """After the first step: what connects and compiles is done, so collectives may wait less long; and a run that is
+    meant to last shows that what it saves can be read back."""
+    shorten_timeouts(run.config.parallel.timeout_seconds)
+    wanted = run.config.checkpoint.test_restore
+    lasts = run.ranks.first(run.meters.last_step_seconds * (run.steps - step) > LONG_RUN_SECONDS)
+    if wanted is TestRestore.always or (wanted is TestRestore.auto and lasts):
+        run.checkpoints.test_restore(step)
+        run.meters.restart_clock(run.batches.wait_seconds)
+
+
+def pause(run: Run, step: int, last: bool, stopped: Stopped | None) -> Stopped | None:
+    """What is done between two steps: save, then score. The weights are safe before an evaluation begins."""
+    saved = None
+    if last or run.checkpoints.due(step):
+        saved = save(run, step, "final" if last else "scheduled")
+    if not stopped and (saved or _pauses(run, step)):
+        stopped = score(run, step, saved)
+    if stopped and saved is None:
+        save(run, step, "signal")
+    if saved or _pauses(run, step):
+        gc.collect()
+        run.meters.restart_clock(run.batches.wait_seconds)
+    return stopped
+
+
+def save(run: Run, step: int, kind: str) -> Saved:
+    """Every step up to this one is in the metrics on disk before the checkpoint is complete."""
+    run.writers.flush()
+    saved = run.checkpoints.save(step, step * run.step_tokens, run.meters.skipped, kind)
+    run.last_saved_step = step
+    return saved
+
+
+def score(run: Run, step: int, saved: Saved | None) -> Stopped | None:
+    """Runs the suite; the scores go to the writers and beside the checkpoint. Returns the reason if it was asked to
+    stop meanwhile, and then there are no scores."""
+    try:
+        records = run.evaluation.score(step)
+    except Stopped as stopped:
+        return stopped
+    run.writers.scores(records)
+    if saved is not None and records:
+        run.checkpoints.store.write_scores(saved, {"scores": records})
+    return None

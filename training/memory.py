@@ -1,0 +1,126 @@
+"""Memory: what is used, how large a micro-batch fits, and what to say when it did not."""
+
+import os
+import resource
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel.local import local
+from training.config import Config
+from training.optimizers.base import Optimizer
+from training.ranks import Ranks
+
+USABLE_SHARE = 0.9  # of the memory that is free; the rest is fragmentation and what a probe does not see
+_STATUS = Path("/proc/self/status")
+
+
+def _status_bytes(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def used_bytes(device: torch.device) -> int:
+    """Highest use so far: of the device's allocator, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _peak_of(action: Callable[[], None], device: torch.device) -> int:
+    """Highest use while the action runs, in bytes."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        action()
+        return torch.cuda.max_memory_allocated(device)
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    action()
+    return _status_bytes("VmHWM")
+
+
+def limit_bytes(device: torch.device, ranks_per_host: int) -> int:
+    """What this rank may use in all."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(USABLE_SHARE * (free + torch.cuda.memory_reserved(device)))
+    available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(USABLE_SHARE * int(available.split()[1]) * 1024 / ranks_per_host) + _status_bytes("VmRSS")
+
+
+def largest_micro_batch(
+    probe: Callable[[int], None], sequences: int, device: torch.device, ranks_per_host: int, ranks: Ranks
+) -> int:
+    """The largest divisor of `sequences` (of one rank and step) whose forward and backward fit, the same on every rank.
+
+    probe(n) runs n sequences forward and backward, a collective. Memory grows linearly in n, so two small probes tell
+    the line.
+    """
+    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    if len(divisors) == 1:
+        return 1
+    probe(1)  # what is allocated once, by the first use
+    first, second = divisors[0], divisors[1]
+    low, high = _peak_of(lambda: probe(first), device), _peak_of(lambda: probe(second), device)
+    slope = max(high - low, 1) / (second - first)
+    limit = limit_bytes(device, ranks_per_host)
+    fitting = [n for n in divisors if low + slope * (n - first) <= limit]
+    return min(ranks.gather(max(fitting, default=1)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's own error, or the CPU allocator's, which is a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "not enough memory" in str(error))
+    )
+
+
+def _gib(tensors: Iterable[Tensor | None]) -> float:
+    return sum(local(t).numel() * t.element_size() for t in tensors if t is not None) / 2**30
+
+
+def out_of_memory_report(
+    config: Config,
+    rank: int,
+    phase: str,
+    parameters: list[torch.nn.Parameter],
+    optimizer: Optimizer | None,
+    device: torch.device,
+) -> str:
+    """Which rank, in which phase, what holds the memory, and three keys whose change frees the most."""
+    weights = _gib(parameters)
+    gradients = _gib(parameter.grad for parameter in parameters)
+    moments = _gib(optimizer.tensors().values()) if optimizer is not None else 0.0
+    used = used_bytes(device) / 2**30
+    rest = max(used - weights - gradients - moments, 0.0)
+    micro = config.micro_batch if isinstance(config.micro_batch, int) else 1
+    ways = []
+    if micro > 1:
+        ways.append(
+            f"micro_batch={max(n for n in range(1, micro) if micro % n == 0)}: activations {rest / 2:.2f} GiB less"
+        )
+    if config.parallel.dp_shard == 1:
+        saved = (weights + gradients + moments) / 2
+        ways.append(
+            f"parallel=fsdp2: with each doubling of the ranks {saved:.2f} GiB of weights, gradients and optimizer less"
+        )
+    elif config.parallel.reshard_after_forward is False:
+        ways.append("parallel.reshard_after_forward=true: one block's parameters whole at a time instead of all")
+    if config.precision.dtype.name in ("fp32", "tf32"):
+        ways.append(f"precision=bf16: activations {rest / 2:.2f} GiB less")
+    if config.sequence_length is not None and config.sequence_length > 1:
+        ways.append(
+            f"sequence_length={config.sequence_length // 2}: activations {rest / 2:.2f} GiB less (changes the run)"
+        )
+    if not config.parallel.cpu_offload and config.parallel.dp_shard > 1 and device.type == "cuda":
+        ways.append(f"parallel.cpu_offload=true: {weights + gradients + moments:.2f} GiB wait in CPU memory")
+    ways.append("model.layers or model.dim smaller (changes the run)")
+    lines = [
+        f"out of memory on rank {rank} ({os.uname().nodename}) in {phase}.",
+        f"  held: weights {weights:.2f} GiB, gradients {gradients:.2f} GiB, optimizer {moments:.2f} GiB, "
+        f"activations and buffers {rest:.2f} GiB, {used:.2f} GiB at the peak",
+        "  instead, one of:",
+        *(f"    {way}" for way in ways[:3]),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,96 @@
+"""The numbers of each step, kept on the device until they are read together."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel.mesh import DATA_AXES, sum_over
+from training.memory import used_bytes
+from training.metrics.records import Record
+from training.metrics.throughput import mfu
+from training.step import StepResult
+
+
+class TooManySkipped(Exception):
+    """So many steps in a row had a non-finite gradient that the run is not worth going on."""
+
+
+@dataclass
+class Speed:
+    """What turns tokens and seconds into the figures people compare."""
+
+    step_tokens: int
+    ranks: int
+    flops_per_token: float
+    peak_flops: float | None  # of one device; None: unknown, and no MFU
+
+
+class Meters:
+    """Collects steps and makes their records. Every rank has them; reading is a collective."""
+
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device, speed: Speed, max_skipped: int) -> None:
+        self.mesh, self.device, self.speed, self.max_skipped = mesh, device, speed, max_skipped
+        self.skipped = 0  # of the whole run, all its starts
+        self.skipped_in_a_row = 0
+        self.last_step_seconds = 0.0
+        self.waiting: list[tuple[int, float, StepResult]] = []
+        self.restart_clock(0.0)
+
+    def restart_clock(self, data_wait_seconds: float) -> None:
+        """Called after what is not training: time from here on counts. data_wait_seconds: waited for data in all, up to
+        now."""
+        self.since, self.waited_before = time.perf_counter(), data_wait_seconds
+
+    def add(self, step: int, lr: float, result: StepResult) -> None:
+        self.waiting.append((step, lr, result))
+
+    def read(self, data_wait_seconds: float) -> list[Record]:
+        """The records of all steps since the last read. Waits for the device once."""
+        if not self.waiting:
+            return []
+        rows = [(result.loss_sum, result.predicted, result.grad_norm, result.skipped) for _, _, result in self.waiting]
+        table = torch.stack([torch.stack([value.double() for value in row]) for row in rows])
+        table[:, 0] = sum_over(self.mesh, DATA_AXES, table[:, 0].contiguous())
+        values = table.tolist()
+        seconds = (time.perf_counter() - self.since) / len(values)
+        self.last_step_seconds = seconds
+        waited = (data_wait_seconds - self.waited_before) / len(values)
+        records = [
+            self._record(step, lr, row, seconds, waited)
+            for (step, lr, _), row in zip(self.waiting, values, strict=True)
+        ]
+        self.waiting.clear()
+        self.restart_clock(data_wait_seconds)
+        return records
+
+    def _record(self, step: int, lr: float, row: list[float], seconds: float, waited: float) -> Record:
+        loss_sum, predicted, grad_norm, skipped = row
+        self.skipped += int(skipped)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        tokens_per_second = self.speed.step_tokens / seconds
+        per_device = tokens_per_second / self.speed.ranks
+        return {
+            "step": step,
+            "loss": loss_sum / max(predicted, 1.0),
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": step * self.speed.step_tokens,
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_device": per_device,
+            "step_seconds": seconds,
+            "data_wait_share": waited / seconds,
+            "mfu": mfu(per_device, self.speed.flops_per_token, self.speed.peak_flops),
+            "memory_bytes": used_bytes(self.device),
+            "skipped_steps": self.skipped,
+        }
+
+    def check_skipped(self, step: int) -> None:
+        """Raises TooManySkipped, on every rank, where max_skipped steps in a row were."""
+        if self.skipped_in_a_row >= self.max_skipped:
+            raise TooManySkipped(
+                f"the gradient was not finite in {self.skipped_in_a_row} steps in a row, "
+                f"up to step {step}: the last good checkpoint is kept. "
+                "A lower optimizer.lr, a longer warm-up or optimizer.clip are what usually helps"
+            )
