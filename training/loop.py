@@ -38,6 +38,7 @@ class Run:
     evaluation: Evaluation
     stop: StopRequest
     last_saved_step: int | None = None
+    step_begun: int = 0  # for the message when something fails
 
 
 def train(run: Run, steps_done: int) -> Stopped | None:
@@ -48,9 +49,11 @@ def train(run: Run, steps_done: int) -> Stopped | None:
     """
     gc.collect()
     gc.disable()  # a collection in one rank's step makes all wait; ours comes where they wait anyway
+    batches = run.batches.iterate(steps_done)
     try:
-        for batch in run.batches.iterate(steps_done):
+        for batch in batches:
             step, lr = batch.step + 1, run.schedule.lr(batch.step)
+            run.step_begun = step
             seed_step(run.config.seed, batch.step, run.data_rank)
             run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr))
 
@@ -67,6 +70,7 @@ def train(run: Run, steps_done: int) -> Stopped | None:
                 return stopped
         raise AssertionError("the batches ended before the run")
     finally:
+        batches.close()
         gc.enable()
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from parallel.config import Dtype
 from parallel.local import local
 from training.config import Config
-from training.optimizers.base import Optimizer
 from training.ranks import Ranks
+from training.step import Step
 
 USABLE_SHARE = 0.9  # of the memory that is free; the rest is fragmentation and what a probe does not see
 _STATUS = Path("/proc/self/status")
@@ -80,47 +81,44 @@ def _gib(tensors: Iterable[Tensor | None]) -> float:
     return sum(local(t).numel() * t.element_size() for t in tensors if t is not None) / 2**30
 
 
-def out_of_memory_report(
-    config: Config,
-    rank: int,
-    phase: str,
-    parameters: list[torch.nn.Parameter],
-    optimizer: Optimizer | None,
-    device: torch.device,
-) -> str:
+class OutOfMemory(Exception):
+    """Memory ran out in a step; the message is `out_of_memory_report`."""
+
+
+def out_of_memory_report(config: Config, rank: int, step: Step, device: torch.device) -> str:
     """Which rank, in which phase, what holds the memory, and three keys whose change frees the most."""
-    weights = _gib(parameters)
-    gradients = _gib(parameter.grad for parameter in parameters)
-    moments = _gib(optimizer.tensors().values()) if optimizer is not None else 0.0
+    weights = _gib(step.parameters)
+    gradients = _gib(parameter.grad for parameter in step.parameters)
+    moments = _gib(step.optimizer.tensors().values())
     used = used_bytes(device) / 2**30
     rest = max(used - weights - gradients - moments, 0.0)
-    micro = config.micro_batch if isinstance(config.micro_batch, int) else 1
-    ways = []
-    if micro > 1:
-        ways.append(
-            f"micro_batch={max(n for n in range(1, micro) if micro % n == 0)}: activations {rest / 2:.2f} GiB less"
-        )
-    if config.parallel.dp_shard == 1:
-        saved = (weights + gradients + moments) / 2
-        ways.append(
-            f"parallel=fsdp2: with each doubling of the ranks {saved:.2f} GiB of weights, gradients and optimizer less"
-        )
-    elif config.parallel.reshard_after_forward is False:
-        ways.append("parallel.reshard_after_forward=true: one block's parameters whole at a time instead of all")
-    if config.precision.dtype.name in ("fp32", "tf32"):
-        ways.append(f"precision=bf16: activations {rest / 2:.2f} GiB less")
-    if config.sequence_length is not None and config.sequence_length > 1:
-        ways.append(
-            f"sequence_length={config.sequence_length // 2}: activations {rest / 2:.2f} GiB less (changes the run)"
-        )
-    if not config.parallel.cpu_offload and config.parallel.dp_shard > 1 and device.type == "cuda":
-        ways.append(f"parallel.cpu_offload=true: {weights + gradients + moments:.2f} GiB wait in CPU memory")
-    ways.append("model.layers or model.dim smaller (changes the run)")
     lines = [
-        f"out of memory on rank {rank} ({os.uname().nodename}) in {phase}.",
-        f"  held: weights {weights:.2f} GiB, gradients {gradients:.2f} GiB, optimizer {moments:.2f} GiB, "
-        f"activations and buffers {rest:.2f} GiB, {used:.2f} GiB at the peak",
+        f"out of memory on rank {rank} ({os.uname().nodename}) in {step.phase}.",
+        f"  at the peak {used:.2f} GiB: weights {weights:.2f}, gradients {gradients:.2f}, optimizer {moments:.2f}, "
+        f"activations and buffers {rest:.2f}",
         "  instead, one of:",
-        *(f"    {way}" for way in ways[:3]),
+        *(f"    {way}" for way in _ways_to_fit(config, weights + gradients + moments, rest, device)[:3]),
     ]
     return "\n".join(lines)
+
+
+def _ways_to_fit(config: Config, state: float, activations: float, device: torch.device) -> list[str]:
+    """Keys whose change frees memory, with about how many GiB, those that leave the run as it is first."""
+    ways = []
+    micro, parallel = config.micro_batch, config.parallel
+    if isinstance(micro, int) and micro > 1:
+        smaller = max(n for n in range(1, micro) if micro % n == 0)
+        ways.append(f"micro_batch={smaller}: {activations * (1 - smaller / micro):.2f} GiB less of activations")
+    if parallel.dp_shard == 1:
+        ways.append(f"parallel=fsdp2 on 2 ranks or more: {state / 2:.2f} GiB less of state on 2")
+    elif parallel.reshard_after_forward is False:
+        ways.append("parallel.reshard_after_forward=true: parameters are whole one block at a time")
+    if parallel.dp_shard > 1 and not parallel.cpu_offload and device.type == "cuda":
+        ways.append(f"parallel.cpu_offload=true: {state:.2f} GiB of state wait in the CPU's memory")
+    if config.precision.dtype in (Dtype.fp32, Dtype.tf32):
+        ways.append(f"precision=bf16: {activations / 2:.2f} GiB less of activations (changes the run)")
+    assert config.sequence_length is not None
+    half = max(config.sequence_length // 2, 1)
+    ways.append(f"sequence_length={half}: {activations / 2:.2f} GiB less of activations (changes the run)")
+    ways.append(f"model.layers={max(config.model.layers // 2, 1)}: about half of everything (changes the run)")
+    return ways

@@ -24,3 +24,6 @@ class Refusal(Exception):
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"Not started: {count}.", *(f"  {problem}" for problem in problems)]))
+
+    def __reduce__(self) -> tuple[type["Refusal"], tuple[list[Problem]]]:
+        return Refusal, (self.problems,)  # pickled between ranks

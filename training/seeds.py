@@ -17,8 +17,10 @@ def seed_step(seed: int, step: int, data_rank: int) -> None:
     torch.manual_seed(value)
 
 
-def make_deterministic() -> None:
-    """Refuses kernels whose bits differ from run to run. To be called before a GPU is used."""
+def make_deterministic(wanted: bool) -> None:
+    """Whether kernels whose bits differ from run to run are refused. To be called before a GPU is used."""
+    torch.use_deterministic_algorithms(wanted)
+    if not wanted:
+        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -1,12 +1,13 @@
 """Attention against its formula, written out."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.attention import Attention, AttentionCore
+from models.attention import AttentionCore
 from models.config import Attention as Kernel
 from tests.models.build import largest_difference, random_decoder, tiny
 
@@ -45,14 +46,13 @@ def test_the_named_kernel_is_used() -> None:
 
 def test_rows_of_qkv_are_grouped_by_head() -> None:
     """One head alone, with the rows of its group and its columns of `out`, gives its part of the sum."""
-    whole = random_decoder(tiny(), dtype=torch.float64).blocks["0"].attention
-    assert isinstance(whole, Attention)
+    whole: Any = random_decoder(tiny(), dtype=torch.float64).blocks["0"].attention
     size = whole.head_dim
     x = torch.randn(2, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    total = whole.out.bias.expand(2, 7, 24)  # type: ignore[union-attr]
+    total = whole.out.bias.expand(2, 7, 24)
     for head in range(3):
         own = slice(head * 3 * size, (head + 1) * 3 * size)
-        q, k, v = torch.nn.functional.linear(x, whole.qkv.weight[own], whole.qkv.bias[own]).split(size, -1)  # type: ignore[index]
+        q, k, v = torch.nn.functional.linear(x, whole.qkv.weight[own], whole.qkv.bias[own]).split(size, -1)
         attended = by_formula(q[:, None], k[:, None], v[:, None], None)[:, 0]
-        total = total + attended @ whole.out.weight[:, head * size : (head + 1) * size].T  # type: ignore[index]
+        total = total + attended @ whole.out.weight[:, head * size : (head + 1) * size].T
     assert largest_difference(whole(x, None, None), total) <= 1e-12

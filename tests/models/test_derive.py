@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from models.derive import derive
 
 part = st.one_of(st.integers(), st.text("a0.\u00e9-", max_size=4))
+parts: st.SearchStrategy[tuple[int | str, ...]] = st.lists(part, min_size=1, max_size=4).map(tuple)
 
 
 def test_values_stay_what_they_are() -> None:
@@ -19,7 +20,7 @@ def test_values_stay_what_they_are() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.lists(part, min_size=1, max_size=4).map(tuple), unique=True, min_size=2, max_size=20))
+@given(st.lists(parts, unique=True, min_size=2, max_size=20))
 def test_other_parts_give_other_seeds(several: list[tuple[int | str, ...]]) -> None:
     seeds = [derive(*parts) for parts in several]
     assert len(set(seeds)) == len(several)
@@ -27,6 +28,16 @@ def test_other_parts_give_other_seeds(several: list[tuple[int | str, ...]]) -> N
 
 
 def test_type_order_and_borders_of_parts_count() -> None:
-    several = [(1, 2), (2, 1), ("1", 2), (1, "2"), ("1", "2"), (12,), ("12",), ("1", "", "2"), ("", "12")]
+    several: list[tuple[int | str, ...]] = [
+        (1, 2),
+        (2, 1),
+        ("1", 2),
+        (1, "2"),
+        ("1", "2"),
+        (12,),
+        ("12",),
+        ("1", "", "2"),
+        ("", "12"),
+    ]
     for one, other in itertools.combinations(several, 2):
         assert derive(*one) != derive(*other)

@@ -13,7 +13,7 @@ from models.flops import flops_per_token, parameters
 from tests.models.build import random_decoder, random_tokens, tiny
 from tests.ranks import ROOT, run_ranks
 
-# layers, heads, dim -> parameters with the vocabulary padded to 50304 (llm.c, build-nanogpt) and with 50257 (transformers)
+# layers, heads, dim; parameters with a vocabulary of 50304 (llm.c, build-nanogpt) and of 50257 (transformers)
 GPT2 = {
     "124M": ((12, 12, 768), 124_475_904, 124_439_808),
     "350M": ((24, 16, 1024), 354_871_296, 354_823_168),

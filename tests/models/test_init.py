@@ -1,6 +1,7 @@
 """First values: the same whoever draws them, of the stated size, and none drawn twice."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_constants() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_standard_deviations_of_gpt2(tied: bool) -> None:
-    """0.02, 0.02 / sqrt(2 layers) for what is added to the residual stream, biases 0, norms 1 (shared with nanoGPT, llm.c)."""
+    """0.02, but 0.02 / sqrt(2 layers) for what is added to the residual stream; biases 0, norms 1."""
     config = ModelConfig(layers=3, dim=128, heads=4, context=128, vocab_size=257, tied_head=tied)
     model = built(config)
     expected = {"out.weight": 0.02 / math.sqrt(6), "down.weight": 0.02 / math.sqrt(6)}
@@ -120,8 +121,7 @@ def test_float64_has_the_same_values() -> None:
 
 
 def test_a_tied_head_is_one_parameter() -> None:
-    model = built(ModelConfig(layers=1, dim=24, heads=3, context=16, vocab_size=67))
-    assert model.head is not None and model.embed is not None
+    model: Any = built(ModelConfig(layers=1, dim=24, heads=3, context=16, vocab_size=67))
     assert model.head.weight is model.embed.tokens.weight
     assert "head.weight" not in dict(model.named_parameters())
 

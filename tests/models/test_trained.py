@@ -32,7 +32,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Decoder:
+def model() -> Any:
     config = ModelConfig(layers=3, heads=3, dim=48, context=11, vocab_size=3, tied_head=False)
     theirs = read(FOLDER / "gpt-nano-sort-model.json")
     for name in theirs:
@@ -43,26 +43,25 @@ def model() -> Decoder:
     return decoder.eval()
 
 
-def test_parameters(model: Decoder) -> None:
+def test_parameters(model: Any) -> None:
     theirs = read(FOLDER / "gpt-nano-sort-model.json")
     masks = 3 * 11 * 11
     assert parameters(model.config) == sum(value.numel() for value in theirs.values()) - masks == 85_728
 
 
-def test_every_activation(model: Decoder) -> None:
+def test_every_activation(model: Any) -> None:
     theirs = read(FOLDER / "gpt-nano-sort-t0-partials.json")
     found: dict[str, Tensor] = {}
-    assert model.embed is not None and model.norm is not None
     first = model.blocks["0"]
     watched = {
         "tok_emb": model.embed.tokens,
         "pos_emb": model.embed.positions,
         "x": model.embed,
         "ln1": first.attention_norm,
-        "yProj": first.attention.out,  # type: ignore[union-attr]
+        "yProj": first.attention.out,
         "ln2": first.feedforward_norm,
-        "fc": first.feedforward.up,  # type: ignore[union-attr]
-        "mlp": first.feedforward.down,  # type: ignore[union-attr]
+        "fc": first.feedforward.up,
+        "mlp": first.feedforward.down,
         "block0": first,
         "block1": model.blocks["1"],
         "block2": model.blocks["2"],
@@ -81,12 +80,12 @@ def test_every_activation(model: Decoder) -> None:
 
         return hook
 
-    hooks = [module.register_forward_hook(keep(name)) for name, module in watched.items()]  # type: ignore[union-attr]
+    hooks = [module.register_forward_hook(keep(name)) for name, module in watched.items()]
     hooks += [
-        first.attention.core.register_forward_pre_hook(keep_inputs("q", "k", "v")),  # type: ignore[union-attr]
-        first.attention.out.register_forward_pre_hook(keep_inputs("y")),  # type: ignore[union-attr]
-        first.feedforward.down.register_forward_pre_hook(keep_inputs("gelu")),  # type: ignore[union-attr]
-        first.feedforward_norm.register_forward_pre_hook(keep_inputs("attnResid")),  # type: ignore[union-attr]
+        first.attention.core.register_forward_pre_hook(keep_inputs("q", "k", "v")),
+        first.attention.out.register_forward_pre_hook(keep_inputs("y")),
+        first.feedforward.down.register_forward_pre_hook(keep_inputs("gelu")),
+        first.feedforward_norm.register_forward_pre_hook(keep_inputs("attnResid")),
     ]
     tokens = theirs["idx"].long()
     found["lm_head"] = logits_of(model, tokens)
@@ -104,7 +103,7 @@ def test_every_activation(model: Decoder) -> None:
         assert largest_difference(value, expected) <= 1e-5, name
 
 
-def test_it_sorts(model: Decoder) -> None:
+def test_it_sorts(model: Any) -> None:
     """Six digits in, the same sorted out: the task it was trained for."""
     digits = torch.tensor([[2, 0, 1, 2, 1, 0], [1, 1, 1, 0, 0, 2], [2, 2, 2, 2, 0, 1]])
     sequence = digits

@@ -1,14 +1,16 @@
 """Runs cases on the ranks with the code that train.py runs, and measures how far they are from the oracle."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from models.decoder import Decoder
 from parallel.apply import Spread, parallelize
@@ -33,6 +35,7 @@ class Differences:
     """The largest of any step and rank. Those that promise 1 bounds are in its measure: 1 is the bound's unit."""
 
     initial: bool  # bitwise equal
+    copies: bool  # parts that several ranks hold are bitwise equal, in every gradient, the first and the last weights
     predicted: bool  # the tokens counted
     loss: float  # relative
     norm: float  # relative
@@ -48,7 +51,8 @@ class Differences:
             name: largest(getattr(row, name) for row in rows)
             for name in ("loss", "norm", "gradient", "parameters", "padding", "token_losses")
         }
-        return Differences(all(row.initial for row in rows), all(row.predicted for row in rows), **numbers)
+        flags = {name: all(getattr(row, name) for row in rows) for name in ("initial", "copies", "predicted")}
+        return Differences(**flags, **numbers)
 
 
 @dataclass(frozen=True)
@@ -69,31 +73,46 @@ BOUNDS = {
 }
 
 
+@dataclass(frozen=True)
+class Whole:
+    """Full tensors put together from all ranks, and whether ranks that hold the same part hold the same bits."""
+
+    values: Weights
+    copies_equal: bool
+
+
 class WatchedStep(Step):
     """The step, which also keeps the gradients of before clipping."""
 
-    gradients: Weights
+    gradients: Whole
 
     def backward(self, micro_batches: list[dict[str, Any]], predicted: int) -> StepResult:
         result = super().backward(micro_batches, predicted)
-        self.gradients = whole_gradients(self.spread.model)
+        self.gradients = gather({name: p.grad for name, p in self.spread.model.named_parameters() if p.grad is not None})
         return result
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor, a copy; a collective where it is sharded."""
-    value = tensor.detach()
-    if isinstance(value, torch.distributed.tensor.DTensor):
-        value = value.full_tensor()
-    return value.clone()
+def gather(tensors: Mapping[str, Tensor]) -> Whole:
+    """A collective. In one exchange for all tensors, since there are many small ones."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, {name: part(tensor.detach()) for name, tensor in tensors.items()})
+    values, equal = {}, True
+    for name, tensor in tensors.items():
+        by_start: dict[int, Tensor] = {}
+        for start, rows in (of_rank[name] for of_rank in parts):
+            equal &= torch.equal(by_start.setdefault(start, rows), rows)
+        values[name] = torch.cat([by_start[start] for start in sorted(by_start)])
+        assert values[name].shape == tensor.shape
+    return Whole(values, equal)
 
 
-def whole_weights(model: nn.Module) -> Weights:
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
-
-
-def whole_gradients(model: nn.Module) -> Weights:
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+def part(tensor: Tensor) -> tuple[int, Tensor]:
+    """The first row that this rank holds, and its rows. Shards are as equal as torch.chunk makes them."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor
+    (place,) = (place for place, kind in enumerate(tensor.placements) if kind.is_shard(dim=0))
+    each = math.ceil(tensor.shape[0] / tensor.device_mesh.size(place))
+    return min(tensor.device_mesh.get_local_rank(place) * each, tensor.shape[0]), tensor.to_local()
 
 
 def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]:
@@ -104,18 +123,25 @@ def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]
     return spread, WatchedStep(spread, mesh, optimizer, config.optimizer.clip)
 
 
-def mesh_of(config: Config) -> DeviceMesh | None:
-    return None if config.parallel.strategy is Strategy.single else build_mesh(config.parallel, CPU)
+def mesh_of(config: Config, known: dict[tuple[int, int], DeviceMesh]) -> DeviceMesh | None:
+    """A mesh makes process groups, which add up; cases of the same degrees share one."""
+    degrees = config.parallel.dp_replicate, config.parallel.dp_shard
+    if config.parallel.strategy is Strategy.single:
+        return None
+    if degrees not in known:
+        known[degrees] = build_mesh(config.parallel, CPU)
+    return known[degrees]
 
 
 def run_cases(cases: list[tuple[Case, Config]], folder: Path) -> list[Differences]:
     """On each rank: what every case differs from the oracle's trajectories in `folder`, seen from this rank."""
     group = start_process_group(CPU, timeout_seconds=60)
     try:
-        found = []
+        found: list[Differences] = []
+        meshes: dict[tuple[int, int], DeviceMesh] = {}
         for case, config in cases:
             try:
-                found.append(run_case(case, config, folder, Ranks(group)))
+                found.append(run_case(case, config, mesh_of(config, meshes), folder, Ranks(group)))
             except Exception as error:
                 error.add_note(f"in {case}")
                 raise
@@ -124,21 +150,20 @@ def run_cases(cases: list[tuple[Case, Config]], folder: Path) -> list[Difference
         dist.destroy_process_group()
 
 
-def run_case(case: Case, config: Config, folder: Path, ranks: Ranks) -> Differences:
+def run_case(case: Case, config: Config, mesh: DeviceMesh | None, folder: Path, ranks: Ranks) -> Differences:
     oracle: Trajectory = torch.load(folder / f"{case.training}.pt", weights_only=False)
     bounds = BOUNDS[case.training.precision]
-    mesh = mesh_of(config)
     spread, step = build(config, mesh)
     meters = Meters(mesh, CPU, Speed(1, ranks.size, 1.0, None), max_skipped=10)
     evaluation = Evaluation(None, spread, mesh, ranks, CPU, lambda: None)  # type: ignore[arg-type]
     rank, data_ranks = data_coordinate(mesh)
     assert isinstance(config.micro_batch, int)
 
-    weights = whole_weights(spread.model)
-    initial = all(torch.equal(cut(weights[name], value), value) for name, value in oracle.initial.items())
-    initial &= weights.keys() == oracle.initial.keys()
-    padding = [largest_padding(weights, oracle.initial)]
-    token_losses, gradients, predicted = [0.0], [], True
+    first = gather(dict(spread.model.named_parameters()))
+    initial = first.values.keys() == oracle.initial.keys()
+    initial &= all(torch.equal(cut(first.values[name], value), value) for name, value in oracle.initial.items())
+    padding = [largest_padding(first.values, oracle.initial)]
+    token_losses, gradients, predicted, copies = [0.0], [], True, first.copies_equal
     for number, batch in enumerate(batches()):
         mine = list(slices(batch, rank, data_ranks, config.micro_batch))
         if number in EVALUATED:
@@ -147,18 +172,21 @@ def run_case(case: Case, config: Config, folder: Path, ranks: Ranks) -> Differen
         result = step([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], count, LRS[number])
         predicted &= int(result.predicted) == oracle.predicted[number]
         meters.add(number + 1, LRS[number], result)
-        gradients.append(gradient_difference(step.gradients, oracle.gradients[number], oracle.norms[number], bounds))
-        padding.append(largest_padding(step.gradients, oracle.initial))
+        found, expected = step.gradients, oracle.gradients[number]
+        gradients.append(gradient_difference(found.values, expected, oracle.norms[number], bounds))
+        padding.append(largest_padding(found.values, oracle.initial))
+        copies &= found.copies_equal
     records = meters.read(0.0)
-    weights = whole_weights(spread.model)
-    padding.append(largest_padding(weights, oracle.initial))
+    last = gather(dict(spread.model.named_parameters()))
+    padding.append(largest_padding(last.values, oracle.initial))
     return Differences(
         initial=initial,
+        copies=copies and last.copies_equal,
         predicted=predicted,
         loss=largest(relative(r["loss"], loss) for r, loss in zip(records, oracle.losses, strict=True)),
         norm=largest(relative(r["grad_norm"], norm) for r, norm in zip(records, oracle.norms, strict=True)),
         gradient=largest(gradients),
-        parameters=parameter_difference(weights, oracle.final, bounds),
+        parameters=parameter_difference(last.values, oracle.final, bounds),
         padding=largest(padding),
         token_losses=largest(token_losses),
     )

@@ -193,7 +193,8 @@ def test_what_passes_uses_every_rank_and_what_is_suggested_passes(
     for choice in found[0].instead.partition(";")[0].split(" or "):
         numbers = {name: int(number) for name, number in re.findall(r"parallel\.(dp_\w+)=(\d+)", choice)}
         if len(numbers) == 2:
-            fixed = ParallelConfig(strategy=Strategy.fsdp2, **numbers)
+            shards, copies = numbers["dp_shard"], numbers["dp_replicate"]
+            fixed = ParallelConfig(strategy=Strategy.fsdp2, dp_shard=shards, dp_replicate=copies)
             assert check(replace(config, parallel=fixed), world) == []
 
 

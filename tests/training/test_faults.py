@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from training.ranks import Ranks
 def all_ranks() -> Ranks:
     import torch.distributed as dist
 
-    return Ranks(dist.new_group(backend="gloo"))
+    return Ranks(dist.new_group(backend="gloo"))  # type: ignore[arg-type]
 
 
 def hit(number: int) -> None:
@@ -128,7 +129,7 @@ def test_outside_the_steps_too(place: str) -> None:
 
 def handlers_before_within_and_after() -> list[bool]:
     """Ours only within, also where the run fails."""
-    mine = [signal.SIG_DFL, signal.default_int_handler, lambda number, frame: None]
+    mine: list[Any] = [signal.SIG_DFL, signal.default_int_handler, lambda number, frame: None]
     for number, handler in zip(SIGNALS, mine, strict=True):
         signal.signal(number, handler)
     within = []

@@ -90,7 +90,7 @@ def test_a_reader_sees_one_version_whole_also_after_a_kill(tmp_path: Path) -> No
         f"for letter in itertools.cycle([b'a', b'b']): write_bytes(Path(sys.argv[1]), letter * {SIZE})"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(path)], cwd=ROOT) as writer:
-        versions = set()
+        versions: set[bytes] = set()
         deadline = time.monotonic() + 20
         while len(versions) < 2 and time.monotonic() < deadline:
             versions.add(path.read_bytes())

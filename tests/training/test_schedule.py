@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -123,8 +124,8 @@ def test_rates_rise_then_never_rise_again(kind: str, steps: int, warmup: float, 
     rates = [ours.lr(step) for step in range(steps + 5)]
     top = rates.index(max(rates))
     assert max(rates) == 1.0
-    assert all(before < after for before, after in zip(rates[:top], rates[1 : top + 1], strict=True))
-    assert all(before >= after for before, after in zip(rates[top:], rates[top + 1 :], strict=False))
+    assert all(before < after for before, after in pairwise(rates[: top + 1]))
+    assert all(before >= after for before, after in pairwise(rates[top:]))
     assert all(rate > 0 for rate in rates[:steps])
     assert min(rates[top:]) >= final - 1e-12
     assert [ours.lr(step) for step in reversed(range(steps + 5))] == rates[::-1]

@@ -179,9 +179,9 @@ def duration(seconds: float) -> str:
 
 
 def score_value(record: Record) -> str:
-    """4 digits after the point, and the standard error where there is one."""
+    """4 digits after the point, and the standard error, in 2 digits, where there is one."""
     error = record.get("stderr")
-    return f"{record['value']:.4f}" + ("" if error is None else f" ± {error:.4f}")
+    return f"{record['value']:.4f}" + ("" if error is None else f" ± {error:.2g}")
 
 
 def scores_lines(records: Sequence[Record]) -> str:

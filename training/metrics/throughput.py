@@ -16,12 +16,8 @@ PEAKS: list[tuple[str, float, float, float]] = [
     (r"H100 PCIe\b", 756, 378, 51),  # H100 data sheet
     (r"H100 (80GB HBM3|SXM5)\b", 989.4, 494.7, 66.9),  # H100 white paper, SXM5
     (r"H800 (80GB HBM3|SXM5)\b", 989.4, 494.7, 66.9),  # an H100 SXM with less NVLink
-    (
-        r"A100[ -](SXM4-|PCIE-)?(40|80)GB",
-        312,
-        156,
-        19.5,
-    ),  # A100 data sheet; there are custom ones with more cores and 64 GB
+    # A100 data sheet; there are custom ones with more cores and 64 GB
+    (r"A100[ -](SXM4-|PCIE-)?(40|80)GB", 312, 156, 19.5),
     (r"A800[ -](SXM4-|PCIE-)?(40|80)GB", 312, 156, 19.5),  # an A100 with less NVLink
     (r"A40\b", 149.7, 74.8, 37.4),  # A40 data sheet
     (r"A10\b", 125, 62.5, 31.2),  # A10 data sheet

@@ -15,7 +15,7 @@ SIZES = st.one_of(st.integers(1, 70), st.integers(1, 5000))
 
 
 @given(SIZES, st.integers(0, 3), st.integers(0, 2**40), st.sampled_from(Shuffle), st.integers(1, 50))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_each_epoch_has_each_sample_once(samples: int, epoch: int, seed: int, shuffle: Shuffle, block: int) -> None:
     order = Order(samples * 3, 3, seed, shuffle, block)
     indices = np.arange(epoch * samples, (epoch + 1) * samples)
@@ -28,7 +28,7 @@ def test_each_epoch_has_each_sample_once(samples: int, epoch: int, seed: int, sh
 
 
 @given(st.integers(1, 400), st.integers(1, 30))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_every_token_of_an_epoch_is_predicted(tokens: int, sequence_length: int) -> None:
     order = Order(tokens, sequence_length, 0)
     assert order.samples_per_epoch == -(-tokens // sequence_length)

@@ -77,19 +77,19 @@ def test_mfu_and_skipped_steps_are_shown_where_there_are_any(capsys: pytest.Capt
 def test_scores_are_a_line_for_each_task(capsys: pytest.CaptureFixture[str]) -> None:
     ConsoleWriter(Console(), 10).scores(score_records(4))
     assert capsys.readouterr().out == (
-        "step 4  heldout: loss 1.5000 ± 0.0100  perplexity 4.5000\nstep 4  continuation: accuracy 0.5000 ± 0.0600\n"
+        "step 4  heldout: loss 1.5000 ± 0.01  perplexity 4.5000\nstep 4  continuation: accuracy 0.5000 ± 0.06\n"
     )
 
 
 def test_final_table() -> None:
     scores = [*score_records(4), *score_records(10, loss=1.25)]
     assert final_table(scores, {"bigram": {("heldout", "loss"): 2.0}}).splitlines() == [
-        "                heldout     heldout     continuation",
-        "step               loss  perplexity         accuracy",
-        "----------------------------------------------------",
-        "4       1.5000 ± 0.0100      4.5000  0.5000 ± 0.0600",
-        "10      1.2500 ± 0.0100      4.5000  0.5000 ± 0.0600",
-        "bigram           2.0000",
+        "              heldout     heldout   continuation",
+        "step             loss  perplexity       accuracy",
+        "------------------------------------------------",
+        "4       1.5000 ± 0.01      4.5000  0.5000 ± 0.06",
+        "10      1.2500 ± 0.01      4.5000  0.5000 ± 0.06",
+        "bigram         2.0000",
     ]
 
 
@@ -165,7 +165,7 @@ def test_on_a_terminal_there_is_a_bar_with_every_number() -> None:
     out = on_a_terminal()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
     assert re.search(r"step 3/4 [━╸╺]+ loss 3.333  0:0\d left  41,213 tok/s  lr 9.8e-04  norm 1.25", plain)
-    assert "\rstep 2  heldout: loss 1.5000 ± 0.0100  perplexity 4.5000" in plain
+    assert "\rstep 2  heldout: loss 1.5000 ± 0.01  perplexity 4.5000" in plain
     assert "a line longer than the terminal is wide " * 4 in plain  # not cut into lines: it can be copied
     assert re.search(r"step 4/4  loss 2.500  41,213 tok/s", plain)  # the bar is gone, its last state stays
     assert re.search(r"\x1b\[[0-9;]+m", out)  # colours
@@ -188,4 +188,4 @@ def test_no_escape_codes_in_a_pipe_even_where_colour_is_forced() -> None:
     environment = os.environ | {"FORCE_COLOR": "1", "PYTHONIOENCODING": "ascii"}
     out = subprocess.run([sys.executable, "-c", RUN], cwd=ROOT, env=environment, capture_output=True, check=True).stdout
     assert b"\x1b" not in out
-    assert rb"1.5000 \xb1 0.0100" in out  # what an encoding lacks is spelled out
+    assert rb"1.5000 \xb1 0.01" in out  # what an encoding lacks is spelled out

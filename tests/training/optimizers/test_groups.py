@@ -10,7 +10,7 @@ from training.optimizers.groups import decay_groups
 
 
 def test_groups_of_gpt2_124m() -> None:
-    """As build-nanogpt prints them for a vocabulary padded to 50304: 50 tensors of 124,354,560 values, 98 of 121,344."""
+    """As build-nanogpt prints them for a vocabulary padded to 50304."""
     with torch.device("meta"):
         model = Decoder(ModelConfig(layers=12, heads=12, dim=768, context=1024, vocab_size=50257))
     decayed, rest = decay_groups(model, 0.1)

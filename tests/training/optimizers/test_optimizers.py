@@ -39,7 +39,7 @@ def torchs(config: OptimizerConfig, model: Decoder) -> torch.optim.Optimizer:
 
 
 def ten_steps(config: OptimizerConfig) -> dict[str, float]:
-    """Largest difference from torch.optim of each parameter and each value of its state. Skipped steps are no steps there."""
+    """Largest difference of each parameter and state from torch.optim, to which skipped steps are none."""
     ours, theirs = (random_decoder(tiny(), dtype=torch.float64) for _ in range(2))
     optimizer, oracle = build_optimizer(config, ours), torchs(config, theirs)
     generator = torch.Generator().manual_seed(3)
@@ -84,7 +84,7 @@ def test_ten_steps_are_torchs(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_state_is_there_from_the_start(name: str, dtype: torch.dtype) -> None:
-    """So that a checkpoint can be loaded into it before the first step. Moments have the parameter's shape and dtype."""
+    """A checkpoint is loaded into it before the first step. Moments have the parameter's shape and dtype."""
     model = random_decoder(tiny(), dtype=dtype)
     optimizer = build_optimizer(CONFIGS[name], model)
     first = {name: value.clone() for name, value in optimizer.tensors().items()}

@@ -1,0 +1,211 @@
+"""Everything that takes part in the steps, built from the config in the order in which things depend on each other."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.flops import flops_per_token, parameters
+from parallel.apply import Spread, parallelize
+from parallel.config import Dtype
+from parallel.mesh import data_coordinate
+from parallel.precision import settle
+from training import memory
+from training.check import describe
+from training.checkpoint.contents import Checkpoints
+from training.checkpoint.store import Store
+from training.config import Config, leaves
+from training.data.batches import Batches
+from training.data.order import Order
+from training.data.prepare import Prepared, prepare
+from training.evals.suite import Suite
+from training.evaluation import Evaluation
+from training.files import write_json, write_text
+from training.loop import Run
+from training.metrics import writers
+from training.metrics.environment import environment
+from training.metrics.meters import Meters, Speed
+from training.metrics.throughput import no_peak, peak_flops
+from training.metrics.writers import Writers
+from training.optimizers.build import build_optimizer
+from training.place import Place
+from training.refusal import Problem, Refusal
+from training.resolve import Chosen, resolve_epochs
+from training.schedule import Schedule
+from training.step import Step
+from training.tokenizers import Tokenizer, build
+
+
+@dataclass
+class Text:
+    """The data of the run."""
+
+    tokenizer: Tokenizer
+    prepared: Prepared
+
+
+def read_text(config: Config, place: Place) -> Text:
+    """Tokenizer and tokens; what of the config depends on them is filled in. Raises Refusal."""
+    tokenizer = build(config.tokenizer)
+    prepared = prepare(config.data, tokenizer, place.console.progress)
+    if config.model.vocab_size is None:
+        config.model.vocab_size = tokenizer.vocab_size
+    problems = []
+    if config.model.vocab_size < tokenizer.vocab_size:
+        reason, instead = f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens", tokenizer.vocab_size
+        problems.append(
+            Problem("model.vocab_size", config.model.vocab_size, reason, f"model.vocab_size={instead}, or null")
+        )
+    if len(prepared.train) == 0 and not config.eval_only:
+        reason = "there is no text to train on"
+        problems.append(Problem("data", config.data.kind.name, reason, "other data.files, or a smaller data.heldout"))
+    if problems:
+        raise Refusal(problems)
+    resolve_epochs(config, len(prepared.train))
+    return Text(tokenizer, prepared)
+
+
+def spread_model(config: Config, place: Place, dtype: Dtype) -> Spread:
+    return parallelize(
+        config.model,
+        place.mesh,
+        config.parallel,
+        dtype,
+        config.precision.reduce_dtype,
+        config.compile,
+        config.seed,
+        place.device,
+    )
+
+
+def check_same_text(place: Place, text: Text) -> None:
+    """Refuses hosts that prepared different tokens, such as other versions of Python's standard library."""
+    names = place.ranks.gather(text.prepared.folder.name)
+    if len(set(names)) > 1:
+        reason = f"rank {names.index(next(n for n in names if n != names[0]))} has other text than rank 0"
+        instead = "the same files (for stdlib: the same Python) on every host"
+        raise Refusal([Problem("data", text.prepared.folder.name, reason, instead)])
+
+
+def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
+    """A run that is ready for `restore` and its steps. Rank 0 leaves config.yaml and environment.json in the folder."""
+    assert config.steps is not None and config.sequence_length is not None and config.batch_sequences is not None
+    dtype = settle(config.precision, place.device)
+    spread = spread_model(config, place, dtype)
+    step = Step(spread, place.mesh, build_optimizer(config.optimizer, spread.model), config.optimizer.clip)
+    speed = speed_of(config, place, dtype, config.batch_sequences * config.sequence_length)
+    suite = Suite(config.evals, text.prepared, text.tokenizer, config.sequence_length)
+    if config.micro_batch == "auto":
+        config.micro_batch = fit_micro_batch(config, place, step)
+    about = describe_run(config, chosen, place, text)
+    if place.rank == 0:
+        write_text(place.folder.config_path, describe(config, chosen))
+        write_json(place.folder.environment_path, environment())
+        introduce(config, place, text, dtype, spread, step, suite)
+    return Run(
+        config=config,
+        steps=config.steps,
+        step_tokens=speed.step_tokens,
+        data_rank=data_coordinate(place.mesh)[0],
+        ranks=place.ranks,
+        batches=build_batches(config, place, text),
+        step=step,
+        schedule=Schedule(config.schedule, config.optimizer.lr, config.steps, speed.step_tokens),
+        meters=Meters(place.mesh, place.device, speed, config.optimizer.max_skipped),
+        writers=build_writers(config, place, about["config"]),
+        checkpoints=Checkpoints(
+            Store(checkpoint_dir(config, place), place.ranks), config.checkpoint, spread.model, step.optimizer, about
+        ),
+        evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check),
+        stop=place.stop,
+    )
+
+
+def checkpoint_dir(config: Config, place: Place) -> Path:
+    return place.folder.checkpoints if config.checkpoint.dir is None else Path(config.checkpoint.dir)
+
+
+def fit_micro_batch(config: Config, place: Place, step: Step) -> int:
+    """The largest micro-batch of this model that fits on every rank."""
+    assert config.sequence_length is not None and config.batch_sequences is not None
+    length, sequences = config.sequence_length, config.batch_sequences // data_coordinate(place.mesh)[1]
+
+    def probe(count: int) -> None:
+        tokens = torch.zeros(count, length, dtype=torch.long, device=place.device)
+        step.backward([{"tokens": tokens, "labels": tokens}], tokens.numel())
+        step.optimizer.zero_grad()
+
+    found = memory.largest_micro_batch(probe, sequences, place.device, place.world.ranks_per_host, place.ranks)
+    place.console.say(f"micro_batch=auto: {found} of the {sequences} sequences of a rank fit at once")
+    return found
+
+
+def build_batches(config: Config, place: Place, text: Text) -> Batches:
+    assert config.sequence_length is not None and config.batch_sequences is not None
+    assert isinstance(config.micro_batch, int)
+    tokens, data = text.prepared.train, config.data
+    order = Order(len(tokens), config.sequence_length, config.seed, data.shuffle, data.shuffle_block)
+    data_rank, data_ranks = data_coordinate(place.mesh)
+    return Batches(
+        tokens,
+        order,
+        config.batch_sequences,
+        config.micro_batch,
+        data_rank,
+        data_ranks,
+        place.device,
+        data.prefetch,
+    )
+
+
+def build_writers(config: Config, place: Place, saved_config: dict[str, Any]) -> Writers:
+    """Rank 0's; the other ranks' are empty."""
+    if place.rank != 0:
+        return Writers([])
+    assert config.name is not None and config.steps is not None
+    return writers.build(config.metrics, place.folder.path, place.console, config.name, config.steps, saved_config)
+
+
+def describe_run(config: Config, chosen: Chosen, place: Place, text: Text) -> dict[str, Any]:
+    """What each checkpoint says of the run. Values from the environment stand as their text, so that no secret is
+    saved."""
+    machine = environment()
+    return {
+        "config": leaves(config) | chosen.unresolved,
+        "tokenizer": {"name": text.tokenizer.name, "fingerprint": text.tokenizer.fingerprint},
+        "versions": {"espalier": machine["espalier"], "python": machine["python"], **machine["packages"]},
+        "ranks": place.world.ranks,
+    }
+
+
+def speed_of(config: Config, place: Place, dtype: Dtype, step_tokens: int) -> Speed:
+    assert config.sequence_length is not None
+    peak: float | None = None
+    if config.hardware.peak_tflops is not None:
+        peak = config.hardware.peak_tflops * 1e12
+    elif place.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(place.device), dtype.name)
+    return Speed(step_tokens, place.world.ranks, flops_per_token(config.model, config.sequence_length), peak)
+
+
+def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Spread, step: Step, suite: Suite) -> None:
+    """What is about to be done, in a few lines."""
+    say, prepared, on_gpu = place.console.say, text.prepared, place.device.type == "cuda"
+    name = torch.cuda.get_device_name(place.device) if on_gpu else "CPU"
+    degrees = {axis: getattr(config.parallel, axis) for axis in ("dp_replicate", "dp_shard")}
+    layout = ", ".join([config.parallel.strategy.name, *(f"{axis} {n}" for axis, n in degrees.items() if n > 1)])
+    compiled = spread.compiled.name
+    say(f"run {place.folder.path}: {parameters(config.model):,} parameters, {dtype.name}, compile {compiled}")
+    say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
+    tokens, heldout = len(prepared.train), len(prepared.heldout)
+    say(f"  data {config.data.kind.name}: {tokens:,} tokens to train on, {heldout:,} held out")
+    for group in step.optimizer.groups:
+        say(f"  {config.optimizer.kind.name}: {group}")
+    for note in suite.notes:
+        say(f"  evals: {note}")
+    if on_gpu and speed_of(config, place, dtype, 1).peak_flops is None:
+        say(f"  {no_peak(name, dtype.name)}")
+    skipped = prepared.manifest.get("skipped")
+    if skipped:
+        say("  data skipped: " + ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()))

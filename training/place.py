@@ -1,0 +1,116 @@
+"""Where a process of the run is, and what it says when the run ends early."""
+
+import logging
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel.config import Strategy
+from parallel.mesh import build_mesh, launched, start_process_group
+from training.config import Config
+from training.faults import Stopped, StopRequest
+from training.folder import RunFolder
+from training.metrics.console import Console
+from training.ranks import Ranks
+from training.refusal import Problem, Refusal
+from training.resolve import World
+from training.seeds import make_deterministic
+from training.status import State, Status, command
+
+FINISHED, FAILED, SAVED = 0, 1, 75
+
+
+@dataclass
+class Place:
+    """This process among the ranks. `ranks` and `mesh` are those of a single device until `connect`."""
+
+    rank: int
+    world: World
+    device: torch.device
+    folder: RunFolder
+    console: Console
+    status: Status
+    stop: StopRequest
+    ranks: Ranks
+    mesh: DeviceMesh | None = None
+
+
+class Silent(Console):
+    """Of the ranks that do not speak; their warnings still do."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def progress(self, what: str, done: int, total: int, notes: Sequence[str] = ()) -> None:
+        pass
+
+
+class ToConsole(logging.Handler):
+    """Warnings of modules that know no console."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.warn(record.getMessage())
+
+
+def find_place(config: Config, world: World) -> Place:
+    """The device, the folder and the voice of this process. Nothing is connected or written yet. Raises Refusal."""
+    assert config.name is not None
+    rank = int(os.environ.get("RANK", "0"))
+    device = find_device(config.hardware.device)
+    make_deterministic(config.deterministic)
+    folder = RunFolder(config.out, config.name)
+    console = Console() if rank == 0 else Silent()
+    logger = logging.getLogger("training")
+    logger.handlers, logger.propagate = [ToConsole(console)], False
+    status = Status(folder.status_path, command())
+    return Place(rank, world, device, folder, console, status, StopRequest(config.max_minutes), Ranks.alone())
+
+
+def find_device(wanted: str) -> torch.device:
+    """This rank's device. Raises Refusal where there is no GPU, or not one for each rank of the host."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    if place >= torch.cuda.device_count():
+        reason = f"this host has {torch.cuda.device_count()} CUDA devices and this is rank {place} on it"
+        instead = "as many ranks as devices (--nproc-per-node), or hardware.device=cpu"
+        raise Refusal([Problem("hardware.device", wanted, reason, instead)])
+    device = torch.device("cuda", place)
+    torch.cuda.set_device(device)
+    return device
+
+
+def connect(config: Config, place: Place) -> None:
+    """The process group and the mesh. A single device has neither."""
+    if config.parallel.strategy is not Strategy.single:
+        place.ranks = Ranks(start_process_group(place.device, config.parallel.timeout_seconds))
+        place.mesh = build_mesh(config.parallel, place.device)
+
+
+def say_stopped(place: Place, stopped: Stopped, step: int | None) -> int:
+    """Tells how to go on; `step` is the one that was saved. Under torchrun the code is 0: it would restart the run
+    after another."""
+    code = FINISHED if launched() else SAVED
+    done = "nothing new to save" if step is None else f"saved at step {step:,}"
+    place.console.close()
+    place.console.say(f"stopped by {stopped.cause}: {done}\n  go on: {place.status.command}")
+    if place.rank == 0 and place.folder.path.exists():
+        place.status.write(State.saved, step or 0, code, f"stopped by {stopped.cause}")
+    return code
+
+
+def tell_failure(place: Place, error: BaseException) -> None:
+    """Leaves the reason in the rank's log and in status.json."""
+    if place.folder.path.exists():
+        log = place.folder.log_path if place.rank == 0 else place.folder.rank_log_path(place.rank)
+        with open(log, "a") as file:
+            file.write("".join(traceback.format_exception(error)))
+        place.status.fail(f"rank {place.rank}: {type(error).__name__}: {error}")
