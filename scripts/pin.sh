@@ -10,4 +10,4 @@ sed '/^constraint-dependencies = \[$/,/^\]$/d' pyproject.toml >"$work/pyproject.
 (cd "$work" && uv pip compile --quiet --universal --all-extras --group dev --python-version 3.11 --no-header --no-annotate --no-emit-index-url pyproject.toml >pins)
 sed 's/.*/    "&",/' "$work/pins" >"$work/lines"
 sed -e "/^constraint-dependencies = \[$/r $work/lines" -e '/^constraint-dependencies = \[$/,/^\]$/{/^constraint/!{/^\]$/!d}}' pyproject.toml >"$work/renewed.toml"
-diff pyproject.toml "$work/renewed.toml" || cp "$work/renewed.toml" pyproject.toml
+diff pyproject.toml "$work/renewed.toml" && echo "these are the newest" || cp "$work/renewed.toml" pyproject.toml

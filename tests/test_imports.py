@@ -58,6 +58,7 @@ def test_a_slow_import_would_be_seen() -> None:
     assert fresh_import(["models.config", "models.head"], SLOW) == "models.head imports ['torch']"
 
 
+@pytest.mark.torch211
 def test_the_default_run_imports_neither_fsdp_nor_dynamo() -> None:
     slow = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", *SLOW[1:]]
     assert fresh_import(["training.run"], slow) == ""

@@ -12,6 +12,8 @@ from training.check import check
 from training.compose import compose
 from training.resolve import World, resolve
 
+pytestmark = pytest.mark.torch211
+
 PRESETS = sorted(path.stem for path in (Path(__file__).parent.parent / "configs" / "model").glob("*.yaml"))
 
 # Parameters of the published checkpoints gpt2, gpt2-medium, gpt2-large and gpt2-xl, the tied head counted once.

@@ -8,6 +8,7 @@ whole number, and lets + add any key."""
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +34,7 @@ from training.refusal import Problem, Refusal
 from training.resolve import Chosen
 
 JOBS_AT_MOST = 50  # jobs of a sweep that are composed and checked before the first starts
+FIRST_RANK_PATIENCE = 10.0  # seconds in which the first rank of a host should have told why a run is refused
 # Ways to say one thing: the command line's wins over a file's, and any other over what config.yaml itself says.
 ALTERNATIVES = (("steps", "tokens", "epochs"), ("batch_sequences", "batch_tokens"))
 UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError)
@@ -53,13 +55,14 @@ ConfigStore.instance().store(name="espalier_schema", node=_defaults())
 @contextmanager
 def refusing() -> Iterator[None]:
     """Ends the process with 2 and a message, without a traceback, where a run is refused or Hydra cannot compose its
-    config. Under torchrun the first rank speaks for all."""
+    config. Under torchrun the first rank of a host speaks for the others, which speak only if it has not."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as they are; else Hydra prints them and exits with 1
     try:
         yield
     except (Refusal, *UNREADABLE) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(error if isinstance(error, Refusal) else Refusal([_unreadable(error)]), file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(FIRST_RANK_PATIENCE)  # torchrun ends all ranks when one ends: let it be the one that speaks
+        print(error if isinstance(error, Refusal) else Refusal([_unreadable(error)]), file=sys.stderr, flush=True)
         sys.exit(2)
 
 

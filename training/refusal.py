@@ -14,7 +14,8 @@ class Problem:
     instead: str
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.reason}\n    instead: {self.instead}"
+        shown = self.key if self.value == "" else f"{self.key}={self.value}"
+        return f"{shown}: {self.reason}\n    instead: {self.instead}"
 
 
 class Refusal(Exception):

@@ -11,6 +11,7 @@ from parallel.precision import settle
 from training import finish
 from training.adopt import adopt, load_problems
 from training.build import Text, assemble, check_same_text, checkpoint_dir, read_text, spread_model
+from training.check import check
 from training.checkpoint.contents import is_scored, model_state
 from training.checkpoint.folders import Saved
 from training.checkpoint.store import SaveFailed, Store, find
@@ -74,6 +75,7 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
         place.console.say(finish.next_ways(config, place.folder.path, place.status.command))
         return FINISHED
     text = read_text(config, place)
+    refuse(check(config, place.world))  # again: some lengths are only known with the data
     connect(config, place)
     check_same_text(place, text)
     run = assemble(config, chosen, place, text)
@@ -95,6 +97,11 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     return FINISHED if stopped is None else say_stopped(place, stopped, run.last_saved_step)
 
 
+def refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise Refusal(problems)
+
+
 def open_folder(config: Config, chosen: Chosen, place: Place) -> Saved | None:
     """Decides what may be done with the run's folder; its newest checkpoint if the run goes on. Raises Refusal."""
     folder = place.folder
@@ -106,8 +113,7 @@ def open_folder(config: Config, chosen: Chosen, place: Place) -> Saved | None:
         problems += load_problems(config, find(config.checkpoint.load, Ranks.alone()))
     if place.rank == 0 and not problems:
         problems += folder.hold()
-    if problems:
-        raise Refusal(problems)
+    refuse(problems)
     if place.rank == 0:
         place.console.log = folder.log_path
         place.status.write(State.running, saved.step if saved is not None else 0)
@@ -166,6 +172,7 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     saved = find(config.checkpoint.load, Ranks.alone())
     adopt(config, saved, chosen.given)
     resolve_model(config)
+    refuse(check(config, place.world))
     text = read_text(config, place)
     if text.tokenizer.fingerprint != saved.info["tokenizer"]["fingerprint"]:
         reason = f"this tokenizer is not the one {saved.folder} was trained with"

@@ -50,6 +50,13 @@ def test_any_range_of_rows_is_drawn_alone(data: st.DataObject, count: int, padde
     assert torch.equal(rows(spec, count, start, stop), rows(spec, count)[start:stop])
 
 
+@pytest.mark.parametrize(("start", "stop"), [(288, 384), (257, 384), (300, 301), (383, 384), (257, 257), (1100, 1200)])
+def test_a_rank_may_hold_padding_only(start: int, stop: int) -> None:
+    """257 bytes padded to 384 over four ranks: the last has rows 288 to 383."""
+    spec = Spec(Role.embedding, std=0.02, rows=257)
+    assert torch.equal(rows(spec, 1200, start, stop), torch.zeros(stop - start, 3))
+
+
 @pytest.mark.parametrize("vocabulary", [67, 1024, 1030])
 def test_padding_is_zero_and_changes_no_value(vocabulary: int) -> None:
     spec = Spec(Role.embedding, std=0.02, rows=vocabulary)

@@ -31,7 +31,7 @@ OPTIMIZERS = {
     "adamw": "optimizer=adamw optimizer.weight_decay=0.1",
 }
 CLIP = 0.5  # below the norms of some steps and above those of others
-RUN = f"seed={SEED} steps={len(LRS)} sequence_length={LENGTH} compile=none hardware.device=cpu optimizer.clip={CLIP}"
+RUN = f"seed={SEED} steps={len(LRS)} sequence_length={LENGTH} hardware.device=cpu optimizer.clip={CLIP}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def config_of(case: Case) -> Config:
     training, layout = case.training, case.layout
     overrides = f"{RUN} {MODELS[training.model]} {OPTIMIZERS[training.optimizer]} precision={training.precision}"
     config, chosen = copy.deepcopy(_composed(overrides))
-    config.parallel = copy.deepcopy(_composed(layout.overrides)[0].parallel)
+    asked = copy.deepcopy(_composed(layout.overrides)[0])
+    config.parallel, config.compile = asked.parallel, asked.compile
     config.batch_sequences = SEQUENCES
     config.micro_batch = SEQUENCES // layout.ranks // case.accumulation
     world = World(layout.ranks, layout.ranks_per_host)

@@ -39,6 +39,7 @@ class Differences:
     predicted: bool  # the tokens counted
     loss: float  # relative
     norm: float  # relative
+    first_gradient: float  # as `gradient`, of the first step, in which the weights are equal
     gradient: float  # of each gradient's difference to its own norm, or to `floor` of the global norm where its own is below
     parameters: float  # largest |difference| / (rtol x |value| + atol x highest lr), with the tolerances of the dtype
     padding: float  # largest absolute value in a padded row
@@ -49,7 +50,7 @@ class Differences:
         rows = list(all_of_them)
         numbers = {
             name: largest(getattr(row, name) for row in rows)
-            for name in ("loss", "norm", "gradient", "parameters", "padding", "token_losses")
+            for name in ("loss", "norm", "first_gradient", "gradient", "parameters", "padding", "token_losses")
         }
         flags = {name: all(getattr(row, name) for row in rows) for name in ("initial", "copies", "predicted")}
         return Differences(**flags, **numbers)
@@ -185,6 +186,7 @@ def run_case(case: Case, config: Config, mesh: DeviceMesh | None, folder: Path, 
         predicted=predicted,
         loss=largest(relative(r["loss"], loss) for r, loss in zip(records, oracle.losses, strict=True)),
         norm=largest(relative(r["grad_norm"], norm) for r, norm in zip(records, oracle.norms, strict=True)),
+        first_gradient=gradients[0],
         gradient=largest(gradients),
         parameters=parameter_difference(last.values, oracle.final, bounds),
         padding=largest(padding),

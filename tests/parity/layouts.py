@@ -56,3 +56,10 @@ OPTIONS = [
     layout(4, "parallel=hsdp parallel.reshard_after_forward=false", 2),
     layout(4, "parallel=fsdp2 parallel.dp_replicate=4 parallel.dp_shard=1"),
 ]
+
+# Compiled graphs, which take a minute to make on a CPU.
+COMPILED = [
+    layout(1, "parallel=single compile=model"),
+    layout(2, "parallel=ddp compile=block"),
+    layout(2, "parallel=fsdp2 compile=block"),
+]

@@ -9,7 +9,7 @@ import torch
 from tests.oracle import train
 from tests.parity.cases import SEED, Case, Training, batches, config_of, recipe_of, shape_of
 from tests.parity.compare import BOUNDS, Differences, run_cases
-from tests.parity.layouts import MAIN, OPTIONS
+from tests.parity.layouts import COMPILED, MAIN, OPTIONS
 from tests.parity.table import TABLE
 from tests.ranks import RanksFailed, run_ranks
 
@@ -25,6 +25,7 @@ CASES = [
     *[Case(layout, 3, Training("tied", "sgd", "fp64")) for layout in OPTIONS],
     *[Case(layout, 3, training) for layout in MAIN if layout.ranks == 4 for training in FLOAT32],
     *[Case(MAIN[0], 1, training) for training in FLOAT32],
+    *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],
 ]
 
 
@@ -36,30 +37,36 @@ def write_trajectories(cases: list[Case], folder: Path) -> None:
         torch.save(found, folder / f"{case.training}.pt")
 
 
+def run(cases: list[Case], folder: Path) -> dict[Case, Differences | RanksFailed]:
+    """Runs cases of as many ranks in one go. If it fails, each layout alone, to see which it is."""
+    ranks = cases[0].layout.ranks
+    try:
+        of_ranks = run_ranks(ranks, run_cases, [(case, config_of(case)) for case in cases], folder, timeout=200)
+    except RanksFailed as error:
+        layouts = {case.layout for case in cases}
+        if len(layouts) == 1:
+            return dict.fromkeys(cases, error)
+        alone = [run([case for case in cases if case.layout == layout], folder) for layout in layouts]
+        return {case: found for part in alone for case, found in part.items()}
+    return {case: Differences.worst(found) for case, *found in zip(cases, *of_ranks, strict=True)}
+
+
 @pytest.fixture(scope="session")
 def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Differences]:
-    """Runs the selected cases, all those of as many ranks in one go, when the first of them is asked for."""
+    """Runs the selected cases, all those of as many ranks when the first of them is asked for."""
     selected = [item.callspec.params["case"] for item in request.session.items if is_parity(item)]  # type: ignore[attr-defined]
     folder = tmp_path_factory.mktemp("oracle")
     run_ranks(1, write_trajectories, selected, folder)
-    groups: dict[int, dict[Case, Differences] | RanksFailed] = {}
-
-    def run(ranks: int) -> dict[Case, Differences] | RanksFailed:
-        cases = [case for case in selected if case.layout.ranks == ranks]
-        try:
-            of_ranks = run_ranks(ranks, run_cases, [(case, config_of(case)) for case in cases], folder, timeout=300)
-        except RanksFailed as error:
-            return error
-        return {case: Differences.worst(found) for case, *found in zip(cases, *of_ranks, strict=True)}
+    known: dict[Case, Differences | RanksFailed] = {}
 
     def of(case: Case) -> Differences:
-        if case.layout.ranks not in groups:
-            groups[case.layout.ranks] = run(case.layout.ranks)
-        group = groups[case.layout.ranks]
-        if isinstance(group, RanksFailed):
-            raise group
-        request.config.stash.setdefault(TABLE, []).append((case, group[case]))
-        return group[case]
+        if case not in known:
+            known.update(run([other for other in selected if other.layout.ranks == case.layout.ranks], folder))
+        found = known[case]
+        if isinstance(found, RanksFailed):
+            raise found
+        request.config.stash.setdefault(TABLE, []).append((case, found))
+        return found
 
     return of
 
@@ -68,6 +75,7 @@ def is_parity(item: pytest.Item) -> bool:
     return getattr(item, "originalname", "") == test_a_layout_gives_the_run_of_the_plain_loop.__name__
 
 
+@pytest.mark.timeout(900)  # the first case waits for all others of its number of ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layout_gives_the_run_of_the_plain_loop(case: Case, differences: Callable[[Case], Differences]) -> None:
     found, bounds = differences(case), BOUNDS[case.training.precision]
@@ -77,7 +85,9 @@ def test_a_layout_gives_the_run_of_the_plain_loop(case: Case, differences: Calla
     assert found.loss <= bounds.scalar
     assert found.norm <= bounds.scalar
     assert found.token_losses <= bounds.scalar
-    assert found.gradient <= bounds.gradient
+    assert found.first_gradient <= bounds.gradient
     assert found.padding == 0.0, "a padded row has a gradient, or a value"
-    if (case.training.precision, case.training.optimizer) != ("fp32", "adamw"):  # Adam makes a full step of the rounding of a zero
+    # Adam makes a full step of the rounding of a zero: in float32 even two plain loops part, in weights and so in gradients.
+    if (case.training.precision, case.training.optimizer) != ("fp32", "adamw"):
+        assert found.gradient <= bounds.gradient
         assert found.parameters <= 1.0

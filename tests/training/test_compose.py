@@ -12,7 +12,7 @@ from parallel.config import Strategy
 from tests.training.test_command import mutated
 from training.check import describe, settle
 from training.command import CONFIGS, ROOT
-from training.compose import check_command, compose
+from training.compose import check_command, compose, refusing
 from training.config import Config, OptimizerKind
 from training.keys import keys
 from training.refusal import Problem, Refusal
@@ -232,12 +232,12 @@ def test_a_job_of_a_sweep_has_a_name_of_its_own() -> None:
     assert config.name == "try-3"
 
 
-def run(folder: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), *argv]
     return subprocess.run(
-        command, cwd=folder, env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, timeout=60
+        command, cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60
     )
 
 
@@ -265,11 +265,23 @@ def test_check_only_needs_no_torch_and_leaves_nothing(tmp_path: Path) -> None:
 def test_problems_of_files_and_between_keys_end_with_2(folder: Path) -> None:
     done = run(folder, *experiment(folder, "stepss: 3"))
     assert (done.returncode, "Traceback" in done.stderr, "steps=3" in done.stderr) == (2, False, True)
-    done = run(folder, "batch_sequences=6", "micro_batch=4", WORLD_SIZE="1", RANK="0")
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    assert (
-        run(folder, "batch_sequences=6", "micro_batch=4", WORLD_SIZE="4", RANK="3").stderr == "False\n"
-    )  # rank 0 speaks
+    done = run(folder, "batch_sequences=6", "micro_batch=4")
+    assert (done.returncode, "Traceback" in done.stderr, "batch_sequences=8" in done.stderr) == (2, False, True)
+
+
+def test_the_first_rank_of_a_host_speaks_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun ends every rank as soon as one ends; a silent one must not be the first to go."""
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    for rank, waits in (("0", 0), ("3", 1)):
+        slept.clear()
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as end, refusing():
+            raise Refusal([Problem("key", 1, "is wrong", "key=2")])
+        assert (end.value.code, len(slept)) == (2, waits)
+        assert "key=2" in capsys.readouterr().err
 
 
 def test_hydras_own_flags_work(tmp_path: Path) -> None:
