@@ -32,5 +32,6 @@ class Head(nn.Module):
         if labels is None:
             return logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction=reduction)
-        return losses.reshape(1 if reduction == "sum" else labels.shape)
+        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        # Not a view of the losses: FSDP2 hooks into what the root returns.
+        return losses.sum(0, keepdim=True) if reduction == "sum" else losses.view_as(labels).clone()

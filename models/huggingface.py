@@ -17,6 +17,14 @@ _BLOCK_NAMES = {
     "feedforward.down": ("mlp.c_proj", True),
 }
 
+# What changes the mathematics of theirs and is one way in ours.
+_MEANT = {
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+
 
 def _names(config: ModelConfig) -> dict[str, tuple[str, bool]]:
     """Our name of each parameter -> theirs, and whether the weight is transposed."""
@@ -71,10 +79,9 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
 
 def config_from_huggingface(theirs: dict[str, Any]) -> ModelConfig:
     """Raises ValueError for what is not a GPT-2 as we have it."""
-    if theirs.get("model_type") != "gpt2" or theirs.get("activation_function", "gelu_new") != "gelu_new":
-        raise ValueError(
-            f"not a GPT-2 with gelu_new: model_type {theirs.get('model_type')}, activation {theirs.get('activation_function')}"
-        )
+    wrong = [f"{key}={theirs.get(key, value)}" for key, value in _MEANT.items() if theirs.get(key, value) != value]
+    if theirs.get("model_type") != "gpt2" or wrong:
+        raise ValueError(f"not a GPT-2 as Espalier has it: model_type={theirs.get('model_type')} {' '.join(wrong)}")
     if len({theirs.get(f"{place}_pdrop", 0.1) for place in ("resid", "embd", "attn")}) > 1:
         raise ValueError("resid_pdrop, embd_pdrop and attn_pdrop differ; model.dropout is one number")
     return ModelConfig(
@@ -107,14 +114,22 @@ def state_to_huggingface(config: ModelConfig, state: dict[str, Tensor]) -> dict[
 
 
 def state_from_huggingface(config: ModelConfig, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under our names, the vocabulary padded with zeros. Raises KeyError that names what is missing."""
+    """Weights under our names, the vocabulary padded with zeros. Raises ValueError that names what is missing, too much or
+    of another vocabulary."""
     named = {
         name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": value
         for name, value in theirs.items()
     }
-    missing = [name for name, _ in _names(config).values() if name not in named]
-    if missing:
-        raise KeyError(f"missing in the Hugging Face weights: {', '.join(missing)}")
+    wanted = {name for name, _ in _names(config).values()}
+    buffers = {name for name in named if name.endswith((".attn.bias", ".attn.masked_bias"))}
+    surplus = set(named) - wanted - buffers - ({"lm_head.weight"} if config.tied_head else set())
+    if wanted - set(named) or surplus:
+        raise ValueError(
+            f"the Hugging Face weights lack {sorted(wanted - set(named))} and have {sorted(surplus)} in addition"
+        )
+    for name in wanted & {"transformer.wte.weight", "lm_head.weight"}:
+        if named[name].shape[0] != config.vocab_size:
+            raise ValueError(f"{name} has {named[name].shape[0]} rows, and vocab_size is {config.vocab_size}")
     state = {}
     for ours, (name, transposed) in _names(config).items():
         value = named[name].T if transposed else named[name]

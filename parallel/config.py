@@ -35,7 +35,7 @@ class ParallelConfig:
     ep: int = key(1, "ranks that share a layer's experts, borrowed from the other axes", Changes.layout)
     reduce: Reduce = key(
         Reduce.auto,
-        "gradients are summed over ranks once a step | every micro_batch; auto: once where parameters stay whole in the step",
+        "gradients are summed over ranks once a step | every micro_batch; auto: once where parameters stay whole in the step (ddp: always)",
         Changes.layout,
     )
     timeout_seconds: float = key(

@@ -13,7 +13,7 @@ from parallel.config import ParallelConfig, Reduce
 
 
 class Replicated:
-    """DDP. Gradients are summed over ranks once a step unless config.reduce says otherwise."""
+    """DDP. Gradients are summed over ranks once a step: a second sum would count the first again."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
         device = next(model.parameters()).device
@@ -24,14 +24,12 @@ class Replicated:
             bucket_cap_mb=config.bucket_cap_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
-            broadcast_buffers=False,
             init_sync=False,  # every rank drew the same values, and check_replicas compares them
         )
         self.call.register_comm_hook(mesh.get_group("dp_replicate"), _sum_bucket)
-        self.every_micro_batch = config.reduce is Reduce.micro_batch
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last or self.every_micro_batch else self.call.no_sync()
+        return nullcontext() if last else self.call.no_sync()
 
 
 def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

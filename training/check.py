@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from models.config import Attention
-from parallel.config import Dtype, ParallelConfig, Strategy
+from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
 from training.config import Config, DataKind, Load, ScheduleKind, TokenizerKind, leaves
 from training.keys import keys, nearest, show
 from training.refusal import Problem, Refusal
@@ -201,6 +201,12 @@ def _parallel(config: Config, world: World) -> Iterator[Problem]:
         reason = f"a number of ranks to reshard to must divide parallel.dp_shard={shards}"
         legal = _written("parallel.reshard_after_forward", _divisors_around(shards, reshard))
         yield Problem("parallel.reshard_after_forward", reshard, reason, f"{legal}, true or false")
+    if parallel.strategy is Strategy.ddp and parallel.reduce is Reduce.micro_batch:
+        reason = "ddp sums gradients once a step: a sum in each micro-batch would count the earlier ones again"
+        yield Problem("parallel.reduce", "micro_batch", reason, "parallel.reduce=step, or parallel=fsdp2")
+    if parallel.static_graph and _micro_batches(config) not in (1, None):
+        reason = "torch's static graph needs the gradients to be summed in the first backward pass"
+        yield Problem("parallel.static_graph", True, reason, "one micro-batch a step (a larger micro_batch), or false")
     default = ParallelConfig()
     for strategy, names in ((Strategy.ddp, DDP_KEYS), (Strategy.fsdp2, FSDP2_KEYS)):
         for name in names if parallel.strategy is not strategy else ():
@@ -208,6 +214,14 @@ def _parallel(config: Config, world: World) -> Iterator[Problem]:
                 reason = f"is a key of {strategy.name}; the strategy is {parallel.strategy.name}"
                 instead = f"parallel={strategy.name}, or leave it out"
                 yield Problem(f"parallel.{name}", getattr(parallel, name), reason, instead)
+
+
+def _micro_batches(config: Config) -> int | None:
+    """Of a rank in a step; None while it is not known."""
+    batch, micro, ranks = config.batch_sequences, config.micro_batch, data_ranks(config)
+    if batch is None or not isinstance(micro, int) or micro < 1 or ranks < 1:
+        return None
+    return batch // (micro * ranks)
 
 
 def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:

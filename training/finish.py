@@ -1,5 +1,6 @@
 """What a run shows when it is done: a sample of text, the final table, and what one can do next."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,14 +51,21 @@ def result(folder: Path, other_models: Mapping[str, Mapping[tuple[str, str], flo
     return final_table(scores, other_models) if scores else "no scores (evals=none)"
 
 
+def with_keys(command: str, keys: Mapping[str, str]) -> str:
+    """The command with these keys in the place of their former values."""
+    words = [word for word in shlex.split(command) if word.partition("=")[0] not in keys]
+    return shlex.join([*words, *(f"{key}={value}" for key, value in keys.items())])
+
+
 def next_ways(config: Config, folder: Path, goes_on: str) -> str:
     """What one can do with a finished run."""
     steps = config.steps or 0
+    longer = with_keys(goes_on, {"steps": str(2 * steps), "checkpoint.allow_changes": "[steps]"})
     return "\n".join(
         [
             f"finished: {steps:,} steps; everything is in {folder}",
-            f"  longer:     {goes_on} steps={2 * steps} 'checkpoint.allow_changes=[steps]'",
-            f"  start anew: {goes_on} name={folder.name}-2",
-            f"  score:      {goes_on.split(' train.py')[0]} train.py eval_only=true checkpoint.load={folder}",
+            f"  longer:     {longer}",
+            f"  start anew: {with_keys(goes_on, {'name': f'{folder.name}-2'})}",
+            f"  score:      {goes_on.partition(' train.py')[0]} train.py eval_only=true checkpoint.load={folder}",
         ]
     )

@@ -49,7 +49,7 @@ class Step:
         whole step."""
         device = micro_batches[0]["tokens"].device
         dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        everyone = sum_over(self.mesh, DATA_AXES, torch.tensor(predicted, dtype=dtype, device=device))
+        everyone = sum_over(self.mesh, DATA_AXES, torch.tensor(predicted, dtype=torch.float64, device=device))
         divisor = everyone.clamp(min=1)
         loss_sum = torch.zeros((), dtype=dtype, device=device)
         for place, inputs in enumerate(micro_batches):
