@@ -22,10 +22,10 @@ class ModelConfig:
     """A GPT-2-shaped decoder (Radford et al. 2019)."""
 
     layers: int = key(4, "blocks")
-    dim: int = key(256, "width of the residual stream")
-    heads: int = key(4, "attention heads; must divide dim")
+    dim: int = key(128, "width of the residual stream")
+    heads: int = key(2, "attention heads; must divide dim")
     ffn_dim: int | None = key(None, "width of the feed-forward layer; null: 4 x dim")
-    context: int = key(256, "most positions a sequence can have, the size of the position table")
+    context: int = key(128, "most positions a sequence can have, the size of the position table")
     vocab_size: int | None = key(None, "tokens the model can predict; null: as many as the tokenizer has")
     vocab_multiple: int = key(
         128,

@@ -32,8 +32,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
     6 per weight of a matrix product (the head is one, tied or not; embeddings are not) and 12 x layers x dim x
     sequence_length for attention over the whole square (Chowdhery et al. 2022, PaLM, appendix B; nanoGPT counts
-    norms, biases and padding too, 0.1 % more for GPT-2 124M). Causality is not deducted and recomputation not added, so MFU neither depends on the kernel nor on activation
-    memory.
+    norms, biases and padding too, 0.1 % more for GPT-2 124M). Causality is not deducted and recomputation not added,
+    so MFU neither depends on the kernel nor on activation memory.
     """
     matrices, _ = _block_parameters(config)
     weights = config.layers * matrices + _known_vocabulary(config) * config.dim

@@ -114,8 +114,8 @@ def state_to_huggingface(config: ModelConfig, state: dict[str, Tensor]) -> dict[
 
 
 def state_from_huggingface(config: ModelConfig, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under our names, the vocabulary padded with zeros. Raises ValueError that names what is missing, too much or
-    of another vocabulary."""
+    """Weights under our names, the vocabulary padded with zeros. Raises ValueError that names what is missing, too much
+    or of another vocabulary."""
     named = {
         name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": value
         for name, value in theirs.items()

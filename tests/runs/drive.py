@@ -9,6 +9,8 @@ import hashlib
 import io
 import json
 import os
+import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import ROOT, RanksFailed, run_ranks
 
 Meddling = Callable[[], Any]
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -28,7 +31,7 @@ LENGTH, SEQUENCES, STEPS = 32, 8, 12
 MODEL = "model.layers=2 model.dim=32 model.heads=2 model.context=32 model.vocab_multiple=1"
 TINY = (
     f"{MODEL} tokenizer=bytes data=text steps={STEPS} batch_sequences={SEQUENCES} micro_batch=2 seed=3 compile=none "
-    "schedule.warmup_steps=3 optimizer.lr=0.01 hardware.device=cpu checkpoint.every=3 checkpoint.keep=10 "
+    "precision=fp32 schedule.warmup_steps=3 optimizer.lr=0.01 hardware.device=cpu checkpoint.every=3 checkpoint.keep=10 "
     "evals.heldout_tokens=300 evals.continuation_items=4 metrics.every=2 metrics.sample_tokens=0 "
     "metrics.tensorboard=false"
 )
@@ -51,6 +54,12 @@ class Traced:
     step: int
     rows: list[str]  # hashes of its sequences
     lr: float  # as the optimizer got it
+    weights: list[str]  # hash of each rank's weights before the step
+
+
+def train_py(words: list[str], *meddling: Meddling, ranks: int = 1, timeout: float = 60) -> list[Outcome]:
+    """train.py with these words: a plain process, or several ranks of torchrun."""
+    return run_ranks(ranks, _start, words, ranks > 1, list(meddling), timeout=timeout)
 
 
 class Runs:
@@ -60,16 +69,15 @@ class Runs:
         self.out = folder / "outputs"
         text = folder / "text.jsonl"
         write_text(text)
-        self.words = [*TINY.split(), f"data.files=[{text}]", f"data.cache={folder / 'cache'}", f"out={self.out}"]
+        self.words = [*TINY.split(), f"data.files=[{text}]", "data.heldout=0.4", f"data.cache={folder / 'cache'}", f"out={self.out}"]
 
     def start(
         self, name: str, overrides: str = "", *meddling: Meddling, ranks: int = 1, timeout: float = 60
     ) -> list[Outcome]:
-        """Starts the run, or goes on with it. The outcome on each rank. One rank is a plain process, several are
-        torchrun's."""
-        trace = partial(trace_steps, self.folder(name).parent / f"{name}.trace")
+        """Starts the run, or goes on with it. The outcome on each rank."""
+        trace = partial(trace_steps, self.out / f"{name}.trace")
         words = [*self.words, f"name={name}", *overrides.split()]
-        return run_ranks(ranks, _start, words, ranks > 1, [trace, *meddling], timeout=timeout)
+        return train_py(words, trace, *meddling, ranks=ranks, timeout=timeout)
 
     def finish(self, name: str, overrides: str = "", *meddling: Meddling, ranks: int = 1) -> str:
         """The same for a run that ends well. What rank 0 said."""
@@ -119,7 +127,7 @@ class Runs:
             for line in read_lines(path):
                 found.setdefault((line["step"], line["start"]), []).append(line)
         return [
-            Traced(step, [row for line in lines for row in line["rows"]], lines[0]["lr"])
+            Traced(step, [row for line in lines for row in line["rows"]], lines[0]["lr"], [line["weights"] for line in lines])
             for (step, _), lines in sorted(found.items())
         ]
 
@@ -129,24 +137,25 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_text(path: Path) -> None:
-    """Some 1,400 bytes to train on and some to hold out: sums, each document another."""
-    texts = [f"{a} + {b} = {a + b}; {b} + {a} = {a + b}; {a} x {b} = {a * b}.\n" for a in range(6) for b in range(8)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    """Some 1,400 bytes to train on and some 1,000 to hold out: sums, each document of others."""
+
+    def document(a: int) -> str:
+        return "".join(f"{a} + {b} = {a + b}; {a} x {b} = {a * b}.\n" for b in range(2, 9))
+
+    path.write_text("".join(json.dumps({"text": document(a)}) + "\n" for a in range(17)))
 
 
 # ---- what runs in a rank
 
 
 def _start(words: list[str], launched: bool, meddling: list[Meddling]) -> Outcome:
-    """train.py's main, without hydra.main around it."""
+    """train.py, as if these were its words on the command line."""
     if not launched:
         for name in LAUNCHED:
             del os.environ[name]
+    sys.argv = [str(ROOT / "train.py"), *words]
+    sys.orig_argv[:] = ["python", "train.py", *words]  # what status.json's command is made from
     from training import compose
-    from training.check import check
-    from training.refusal import Refusal
-    from training.resolve import World, resolve
-    from training.run import run
 
     compose.FIRST_RANK_PATIENCE = 0.1
     for meddle in meddling:
@@ -154,13 +163,7 @@ def _start(words: list[str], launched: bool, meddling: list[Meddling]) -> Outcom
     heard, code, raised = io.StringIO(), 0, ""
     with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
         try:
-            with compose.refusing():
-                config, chosen = compose.compose(words)
-                world = World.of(config)
-                resolve(config, world, chosen)
-                if problems := check(config, world):
-                    raise Refusal(problems)
-                code = run(config, world, chosen)
+            runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:
             code = int(end.code or 0)
         except Exception as error:
@@ -186,6 +189,7 @@ def _read_state(folder: Path) -> dict[str, np.ndarray]:
 
 def trace_steps(folder: Path) -> None:
     """Writes down what is trained on with which rate, as the step gets it and not as it is logged."""
+    from parallel.local import local
     from training import loop
     from training.step import Step
 
@@ -205,8 +209,9 @@ def trace_steps(folder: Path) -> None:
             for part in micro_batches
             for tokens, labels in zip(part["tokens"], part["labels"], strict=True)
         ]
+        weights = hashlib.sha256(b"".join(local(p).detach().numpy().tobytes() for p in self.parameters)).hexdigest()[:16]
         with open(path, "a") as file:
-            file.write(json.dumps({"start": start, "step": now, "rows": rows, "lr": lr}) + "\n")
+            file.write(json.dumps({"start": start, "step": now, "rows": rows, "lr": lr, "weights": weights}) + "\n")
         return real_step(self, micro_batches, predicted, lr)
 
     loop.seed_step = seed_step
@@ -280,3 +285,11 @@ def hit_in_call(module: str, name: str, number: int, time: int = 1) -> None:
         return real(*args, **kwargs)
 
     setattr(owner, name, call)
+
+
+# ---- for the conftest.py of each folder that has runs
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))

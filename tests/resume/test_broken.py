@@ -1,0 +1,180 @@
+"""Promise 2: killed at any instant, a run that goes on gives what the unbroken run gives, bit for bit."""
+
+import os
+import random
+import signal
+import threading
+from functools import partial
+
+import pytest
+
+from tests.ranks import RanksFailed
+from tests.resume.same import check_near, check_same_bits, check_steps
+from tests.runs.drive import (
+    DROPOUT,
+    SAVED,
+    Meddling,
+    Runs,
+    hit_before,
+    hit_in_call,
+    hit_in_evaluation,
+    hit_in_step,
+)
+
+KILL, TERM, INT, USR1 = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
+# What a run is killed in the midst of, and the checkpoints that are whole then. One is saved after each third step.
+KILLED: dict[str, tuple[Meddling, list[int]]] = {
+    "in step 1": (partial(hit_in_step, 1, KILL), []),
+    "in step 5": (partial(hit_in_step, 5, KILL), [3]),
+    "in step 7 after a checkpoint": (partial(hit_in_step, 7, KILL), [3, 6]),
+    "tensors without an index": (partial(hit_before, ".metadata", KILL, 2), [3]),
+    "tensors without a manifest": (partial(hit_before, "manifest.json", KILL, 2), [3]),
+    "without the marker": (partial(hit_before, "COMPLETE", KILL, 2), [3]),
+    "the first without the marker": (partial(hit_before, "COMPLETE", KILL, 1), []),
+    "the last without the marker": (partial(hit_before, "COMPLETE", KILL, 4), [3, 6, 9]),
+    "scoring": (partial(hit_in_evaluation, 2, KILL), [3]),
+    "scores in no file": (partial(hit_before, "evals.jsonl", KILL, 2), [3, 6]),
+    "scores not beside the checkpoint": (partial(hit_before, "scores.json", KILL, 2), [3, 6]),
+    "finished but for the status": (partial(hit_before, "status.json", KILL, 2), [3, 6, 9, 12]),
+}
+
+
+@pytest.mark.parametrize("moment", KILLED)
+def test_killed(runs: Runs, whole: str, moment: str) -> None:
+    meddle, checkpoints = KILLED[moment]
+    name = f"killed {moment}".replace(" ", "-")
+    runs.die(name, DROPOUT, meddle)
+    assert runs.checkpoints(name) == checkpoints
+    runs.finish(name, DROPOUT)
+    check_steps(runs, name, whole)
+    check_same_bits(runs, name, whole)
+
+
+def test_killed_while_an_old_checkpoint_is_deleted(runs: Runs, whole: str) -> None:
+    name = "killed-while-deleting"
+    runs.die(name, f"{DROPOUT} checkpoint.keep=1", partial(hit_in_call, "shutil", "rmtree", KILL))
+    assert runs.checkpoints(name) == [6]
+    assert runs.checkpoint(name, 3).exists()  # without its marker
+    runs.finish(name, f"{DROPOUT} checkpoint.keep=1")
+    check_same_bits(runs, name, whole)
+    assert not runs.checkpoint(name, 3).exists()
+
+
+def kill_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), KILL))
+    timer.daemon = True
+    timer.start()
+
+
+def test_killed_at_random_moments(runs: Runs, whole: str) -> None:
+    """Again and again, by a clock."""
+    chance, killed = random.Random(7), 0
+    for _ in range(6):
+        try:
+            runs.start("random", DROPOUT, partial(kill_after, chance.uniform(0.2, 0.9)))
+        except RanksFailed as error:
+            assert "died of SIGKILL" in str(error)
+            killed += 1
+        else:
+            break
+    assert killed > 0
+    runs.finish("random", DROPOUT)
+    check_same_bits(runs, "random", whole)
+
+
+def test_a_torn_last_line_of_the_metrics(runs: Runs, whole: str) -> None:
+    """As a machine leaves it that loses power while it writes."""
+    runs.die("torn", DROPOUT, partial(hit_in_step, 9, KILL))
+    with open(runs.folder("torn") / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "loss": 3.')
+    runs.finish("torn", DROPOUT)
+    check_same_bits(runs, "torn", whole)
+
+
+# What a run is asked to stop in the midst of, by which signal; the checkpoints then, and the steps in the metrics.
+STOPPED: dict[str, tuple[Meddling, signal.Signals, list[int]]] = {
+    "step 1": (partial(hit_in_step, 1, TERM), TERM, []),
+    "step 5": (partial(hit_in_step, 5, TERM), TERM, [3, 5]),
+    "step 6 that has a checkpoint": (partial(hit_in_step, 6, INT), INT, [3, 6]),
+    "the last step": (partial(hit_in_step, 12, USR1), USR1, [3, 6, 9, 12]),
+    "a save": (partial(hit_before, "manifest.json", TERM, 2), TERM, [3, 6]),
+    "scoring": (partial(hit_in_evaluation, 2, USR1), USR1, [3]),
+    "preparing the data": (partial(hit_in_call, "training.build", "prepare", INT), INT, []),
+}
+
+
+@pytest.mark.parametrize("moment", STOPPED)
+def test_stopped_by_a_signal(runs: Runs, whole: str, moment: str) -> None:
+    meddle, number, checkpoints = STOPPED[moment]
+    name = f"stopped in {moment}".replace(" ", "-")
+    outcome = runs.start(name, DROPOUT, meddle)[0]
+    assert outcome.code == SAVED
+    assert runs.checkpoints(name) == checkpoints
+    status = runs.status(name)
+    assert (status["state"], status["exit_code"], status["step"]) == ("saved", SAVED, max(checkpoints, default=0))
+    assert number.name in outcome.said
+    assert f"name={name}" in status["command"] and status["command"] in outcome.said
+    runs.finish(name, DROPOUT)
+    check_steps(runs, name, whole)
+    check_same_bits(runs, name, whole)
+
+
+def test_a_signal_while_it_reads_its_checkpoint(runs: Runs, copy: str, whole: str) -> None:
+    (runs.checkpoint(copy, 12) / "COMPLETE").unlink()
+    outcome = runs.start(copy, DROPOUT, partial(hit_in_call, "training.checkpoint.tensors", "read", TERM))[0]
+    assert outcome.code == SAVED
+    assert runs.status(copy)["state"] == "saved"
+    assert runs.checkpoints(copy) == [3, 6, 9]
+    runs.finish(copy, DROPOUT)
+    check_same_bits(runs, copy, whole)
+
+
+def test_what_a_signal_saved_has_no_scores(runs: Runs) -> None:
+    runs.start("unscored", DROPOUT, partial(hit_in_step, 5, TERM))
+    assert not (runs.checkpoint("unscored", 5) / "scores.json").exists()
+    assert (runs.checkpoint("unscored", 3) / "scores.json").exists()
+    assert {line["step"] for line in runs.evals("unscored")} == {3}
+
+
+def test_a_limit_of_time(runs: Runs, whole: str) -> None:
+    """Each start does one step, which is later than the limit; three of them."""
+    for step in (1, 2, 3):
+        assert runs.start("limited", f"{DROPOUT} max_minutes=0.0001")[0].code == SAVED
+        assert runs.checkpoints("limited")[-1] == step
+        assert [line["step"] for line in runs.records("limited")] == list(range(1, step + 1))
+    assert "max_minutes" in runs.status("limited")["message"]
+    runs.finish("limited", DROPOUT)
+    check_steps(runs, "limited", whole)
+    check_same_bits(runs, "limited", whole)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_ranks_killed_and_stopped(runs: Runs, parallel: str) -> None:
+    """On the same layout bit for bit, with dropout, since each rank's random numbers are its own and derived."""
+    overrides = f"{DROPOUT} parallel={parallel}"
+    runs.finish(f"whole-{parallel}", overrides, ranks=2)
+    name = f"broken-{parallel}"
+    runs.die(name, overrides, partial(hit_in_step, 5, KILL), ranks=2)
+    outcomes = runs.start(name, overrides, partial(hit_in_step, 7, TERM, 1), ranks=2)  # to one rank only
+    assert [outcome.code for outcome in outcomes] == [0, 0]  # another code would make torchrun restart it
+    assert runs.status(name)["state"] == "saved"
+    assert runs.checkpoints(name) in ([3, 6, 7], [3, 6, 8])  # all stop together, at once or one step later
+    runs.finish(name, overrides, ranks=2)
+    check_steps(runs, name, f"whole-{parallel}")
+    check_same_bits(runs, name, f"whole-{parallel}")
+
+
+def test_other_layouts_and_numbers_of_ranks(runs: Runs) -> None:
+    """One run that moves from one device to two ranks, to four, to others, and back. In float64, where what is more
+    than rounding shows."""
+    exact = "precision=fp64"
+    runs.finish("whole-exact", exact)
+    runs.start("moved", exact, partial(hit_in_step, 2, TERM))
+    runs.die("moved", f"{exact} parallel=fsdp2", partial(hit_in_step, 5, KILL), ranks=2)
+    runs.start("moved", f"{exact} parallel=ddp micro_batch=1", partial(hit_in_step, 6, TERM), ranks=4)
+    runs.die("moved", f"{exact} parallel=zero1", partial(hit_in_step, 9, KILL), ranks=4)
+    runs.start("moved", f"{exact} parallel=hsdp parallel.dp_replicate=2", partial(hit_in_step, 9, TERM), ranks=4)
+    runs.finish("moved", f"{exact} micro_batch=4")
+    check_steps(runs, "moved", "whole-exact")
+    check_near(runs, "moved", "whole-exact", relative=1e-9, state=1e-8)
