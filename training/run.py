@@ -73,6 +73,8 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     if saved is not None and saved.step == config.steps and is_scored(Store(saved.folder.parent, Ranks.alone()), saved):
         place.console.say(finish.result(place.folder.path, {}))
         place.console.say(finish.next_ways(config, place.folder.path, place.status.command))
+        if place.rank == 0:
+            place.status.write(State.finished, saved.step, FINISHED)
         return FINISHED
     text = read_text(config, place)
     refuse(check(config, place.world))  # again: some lengths are only known with the data
