@@ -19,7 +19,8 @@ def seed_step(seed: int, step: int, data_rank: int) -> None:
 
 def make_deterministic(wanted: bool) -> None:
     """Whether kernels whose bits differ from run to run are refused. To be called before a GPU is used."""
-    torch.use_deterministic_algorithms(wanted)
+    if wanted != torch.are_deterministic_algorithms_enabled():  # to set it imports the compiler, which takes seconds
+        torch.use_deterministic_algorithms(wanted)
     if not wanted:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -48,7 +48,9 @@ def test_all_ranks_skip_together(runs: Runs, parallel: str, ranks: int, value: f
     changed = [traced[step].weights != traced[step + 1].weights for step in range(1, STEPS)]
     assert changed == [step != BAD for step in range(1, STEPS)]
     for step in range(1, STEPS):  # and nobody alone
-        ranks_changed = {one != other for one, other in zip(traced[step].weights, traced[step + 1].weights, strict=True)}
+        ranks_changed = {
+            one != other for one, other in zip(traced[step].weights, traced[step + 1].weights, strict=True)
+        }
         assert ranks_changed == {step != BAD}, step
     if parallel == "ddp":
         assert {len(set(step.weights)) for step in traced.values()} == {1}
@@ -80,7 +82,9 @@ def test_too_many_in_a_row_end_the_run(runs: Runs, parallel: str, ranks: int) ->
     assert [outcome.code for outcome in outcomes] == [FAILED] * ranks
     assert {len([step for step in runs.traced(name) if step.step > 6])} == {0}
     status = runs.status(name)
-    assert status["state"] == "failed" and "3 steps in a row" in status["message"] and "optimizer.lr" in status["message"]
+    assert (
+        status["state"] == "failed" and "3 steps in a row" in status["message"] and "optimizer.lr" in status["message"]
+    )
     assert runs.checkpoints(name) == [3]  # the last that is good
     if ranks == 1:
         assert "Traceback" not in outcomes[0].said and "3 steps in a row" in outcomes[0].said

@@ -35,7 +35,9 @@ def check_near(runs: Runs, name: str, whole: str, relative: float, state: float)
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose([x[key] for x in found], [x[key] for x in expected], rtol=relative, err_msg=key)
     scores, wanted = runs.evals(name), runs.evals(whole)
-    assert [(x["step"], x["task"], x["metric"]) for x in scores] == [(x["step"], x["task"], x["metric"]) for x in wanted]
+    assert [(x["step"], x["task"], x["metric"]) for x in scores] == [
+        (x["step"], x["task"], x["metric"]) for x in wanted
+    ]
     np.testing.assert_allclose([x["value"] for x in scores], [x["value"] for x in wanted], rtol=relative)
     one, other = runs.state(name, STEPS), runs.state(whole, STEPS)
     assert {key for key in other if np.abs(one[key] - other[key]).max() > state} == set()

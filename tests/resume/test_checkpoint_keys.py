@@ -216,7 +216,10 @@ def test_scoring_changes_nothing_in_training(runs: Runs, whole: str, evals: str)
 
 def first_call(path: Path) -> list[Meddling]:
     """Writes down the order in which things happen."""
-    return [partial(note_call, path, "training.loop", "seed_step"), partial(note_call, path, "training.checkpoint.folders", "write_scores")]
+    return [
+        partial(note_call, path, "training.loop", "seed_step"),
+        partial(note_call, path, "training.checkpoint.folders", "write_scores"),
+    ]
 
 
 def note_call(path: Path, module: str, name: str) -> None:
@@ -263,7 +266,9 @@ def test_eval_only_gives_the_numbers_of_the_run(runs: Runs, whole: str, ranks: i
     found, expected = runs.evals(name), [line for line in runs.evals(whole) if line["step"] == 6]
     if ranks == 1:
         assert found == expected
-    assert [line | {"value": 0, "stderr": 0} for line in found] == [line | {"value": 0, "stderr": 0} for line in expected]
+    assert [line | {"value": 0, "stderr": 0} for line in found] == [
+        line | {"value": 0, "stderr": 0} for line in expected
+    ]
     np.testing.assert_allclose([x["value"] for x in found], [x["value"] for x in expected], rtol=1e-5)
     assert not (runs.folder(name) / "checkpoints").exists() and not (runs.folder(name) / "metrics.jsonl").exists()
 

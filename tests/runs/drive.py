@@ -67,15 +67,23 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.out = folder / "outputs"
+        self.starts = 0
         text = folder / "text.jsonl"
         write_text(text)
-        self.words = [*TINY.split(), f"data.files=[{text}]", "data.heldout=0.4", f"data.cache={folder / 'cache'}", f"out={self.out}"]
+        self.words = [
+            *TINY.split(),
+            f"data.files=[{text}]",
+            "data.heldout=0.4",
+            f"data.cache={folder / 'cache'}",
+            f"out={self.out}",
+        ]
 
     def start(
         self, name: str, overrides: str = "", *meddling: Meddling, ranks: int = 1, timeout: float = 60
     ) -> list[Outcome]:
         """Starts the run, or goes on with it. The outcome on each rank."""
-        trace = partial(trace_steps, self.out / f"{name}.trace")
+        self.starts += 1
+        trace = partial(trace_steps, self.out / f"{name}.trace", self.starts)
         words = [*self.words, f"name={name}", *overrides.split()]
         return train_py(words, trace, *meddling, ranks=ranks, timeout=timeout)
 
@@ -127,7 +135,12 @@ class Runs:
             for line in read_lines(path):
                 found.setdefault((line["step"], line["start"]), []).append(line)
         return [
-            Traced(step, [row for line in lines for row in line["rows"]], lines[0]["lr"], [line["weights"] for line in lines])
+            Traced(
+                step,
+                [row for line in lines for row in line["rows"]],
+                lines[0]["lr"],
+                [line["weights"] for line in lines],
+            )
             for (step, _), lines in sorted(found.items())
         ]
 
@@ -187,7 +200,7 @@ def _read_state(folder: Path) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 
-def trace_steps(folder: Path) -> None:
+def trace_steps(folder: Path, start: int) -> None:
     """Writes down what is trained on with which rate, as the step gets it and not as it is logged."""
     from parallel.local import local
     from training import loop
@@ -195,7 +208,6 @@ def trace_steps(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{os.environ.get('RANK', '0')}.jsonl"
-    start = 1 + max((line["start"] for line in read_lines(path)), default=0)
     real_seed, real_step, now = loop.seed_step, Step.__call__, 0
 
     def seed_step(seed: int, step: int, data_rank: int) -> None:
@@ -209,7 +221,9 @@ def trace_steps(folder: Path) -> None:
             for part in micro_batches
             for tokens, labels in zip(part["tokens"], part["labels"], strict=True)
         ]
-        weights = hashlib.sha256(b"".join(local(p).detach().numpy().tobytes() for p in self.parameters)).hexdigest()[:16]
+        weights = hashlib.sha256(b"".join(local(p).detach().numpy().tobytes() for p in self.parameters)).hexdigest()[
+            :16
+        ]
         with open(path, "a") as file:
             file.write(json.dumps({"start": start, "step": now, "rows": rows, "lr": lr, "weights": weights}) + "\n")
         return real_step(self, micro_batches, predicted, lr)

@@ -2,6 +2,7 @@
 
 import yaml
 
+from tests.ranks import ROOT
 from tests.resume.same import check_same_state
 from tests.runs.drive import DROPOUT, LAUNCHED, REFUSED, Runs, train_py
 
@@ -17,7 +18,11 @@ def test_cfg_job() -> None:
     outcome = train_py(["--cfg", "job", "model=gpt2_124m", "optimizer.lr=0.5"])[0]
     config = yaml.safe_load(outcome.said)
     assert outcome.code == 0
-    assert (config["model"]["layers"], config["optimizer"]["lr"], config["steps"]) == (12, 0.5, 1000)
+    assert (config["model"]["layers"], config["optimizer"]["lr"], config["steps"]) == (
+        12,
+        0.5,
+        yaml.safe_load((ROOT / "configs/config.yaml").read_text())["steps"],
+    )
 
 
 def test_check_only(runs: Runs) -> None:
@@ -29,7 +34,7 @@ def test_check_only(runs: Runs) -> None:
 
 def test_a_sweep(runs: Runs) -> None:
     """Each job has a folder, and the second is what it would be alone: nothing of the first is left."""
-    outcome = train_py([*runs.words, *DROPOUT.split(), "name=swept", "-m", "optimizer.lr=0.01,0.005"])[0]
+    outcome = train_py(["-m", *runs.words, *DROPOUT.split(), "name=swept", "optimizer.lr=0.01,0.005"])[0]
     assert (outcome.code, outcome.error) == (0, ""), outcome
     runs.finish("alone", f"{DROPOUT} optimizer.lr=0.005")
     assert runs.status("swept-0")["state"] == runs.status("swept-1")["state"] == "finished"
@@ -39,7 +44,7 @@ def test_a_sweep(runs: Runs) -> None:
 
 
 def test_a_sweep_inside_torchrun_is_refused(runs: Runs) -> None:
-    outcomes = train_py([*runs.words, "-m", "seed=1,2", "parallel=ddp"], ranks=2)
+    outcomes = train_py(["-m", *runs.words, "seed=1,2", "parallel=ddp"], ranks=2)
     assert [outcome.code for outcome in outcomes] == [REFUSED] * 2
     assert "-m" in outcomes[0].said and "torchrun" in outcomes[0].said
 

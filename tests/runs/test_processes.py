@@ -68,7 +68,9 @@ def test_two_torchruns_at_once(runs: Runs) -> None:
     exact = "precision=fp64 micro_batch=1"
     words = [*runs.words, *exact.split()]
     two = processes.start([*processes.TORCHRUN, "2", "train.py", *words, "parallel=fsdp2", "name=two"])
-    four = processes.start([*processes.TORCHRUN, "4", "train.py", *words, "parallel=hsdp", "parallel.dp_shard=2", "name=four"])
+    four = processes.start(
+        [*processes.TORCHRUN, "4", "train.py", *words, "parallel=hsdp", "parallel.dp_shard=2", "name=four"]
+    )
     for process in (two, four):
         result = processes.finish(process)
         assert result.returncode == 0, result.stderr
@@ -80,7 +82,15 @@ def test_two_torchruns_at_once(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_torchrun_stopped_and_resumed_on_more_ranks(runs: Runs) -> None:
-    words = [*runs.words, "steps=400", "checkpoint.every=0", "evals=none", "schedule=constant", "micro_batch=1", "name=job"]
+    words = [
+        *runs.words,
+        "steps=400",
+        "checkpoint.every=0",
+        "evals=none",
+        "schedule=constant",
+        "micro_batch=1",
+        "name=job",
+    ]
     process = processes.start([*processes.TORCHRUN, "2", "train.py", *words, "parallel=fsdp2"])
     processes.wait_until(lambda: len(runs.records("job")) >= 10, process)
     process.send_signal(signal.SIGTERM)  # to torchrun alone, as a scheduler does
@@ -112,7 +122,9 @@ def test_torchrun_names_the_rank_that_failed(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_torchrun_refuses_once(runs: Runs) -> None:
-    result = processes.finish(processes.start([*processes.TORCHRUN, "2", "train.py", "optimizer.lrr=1", "parallel=ddp"]))
+    result = processes.finish(
+        processes.start([*processes.TORCHRUN, "2", "train.py", "optimizer.lrr=1", "parallel=ddp"])
+    )
     assert result.returncode != 0
     assert result.stderr.count("Not started: 1 problem") == 1
     assert "optimizer.lr" in result.stderr

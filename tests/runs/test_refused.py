@@ -42,10 +42,10 @@ def test_all_problems_at_once() -> None:
     typed = "optimizer.lrr=1 modle=gpt2_124m steps=None parallel=fsdp3 optimizer.clip=nan"
     outcome = train_py(typed.split())[0]
     assert outcome.code == REFUSED and "5 problems" in outcome.said
-    typed = "parallel.tp=3 batch_sequences=30 micro_batch=4 model.heads=3 model.dropout=2"
+    typed = "optimizer.lr=0 batch_sequences=30 micro_batch=4 model.heads=3 model.dropout=2"
     outcome = train_py(typed.split())[0]
     assert outcome.code == REFUSED
-    assert all(word in outcome.said for word in ("parallel.tp", "micro_batch", "model.heads", "model.dropout"))
+    assert all(word in outcome.said for word in ("optimizer.lr", "micro_batch", "model.heads", "model.dropout"))
 
 
 def test_a_real_process_is_quick_and_imports_no_torch() -> None:

@@ -48,7 +48,7 @@ def what_becomes_deterministic() -> tuple[bool, bool, str | None]:
 
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     torch.backends.cudnn.benchmark = True
-    make_deterministic()
+    make_deterministic(True)
     return (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.backends.cudnn.benchmark,
