@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from training.metrics import records
@@ -24,7 +25,7 @@ POLL_SECONDS = 0.01
 END_SECONDS = 60.0  # for a process to save and end after SIGTERM
 LEAST_SECONDS = 0.1  # of imports that are listed
 IMPORT = re.compile(r"^import time:\s+(\d+) \|\s+\d+ \|\s+([\w.]+)$", re.MULTILINE)  # what python -X importtime writes
-IMPORTS_OF_RANK_0 = "**/attempt_0/0/stderr.log"  # where torchrun redirects it to
+ERRORS_OF_RANK_0 = "**/attempt_0/0/stderr.log"  # where torchrun redirects it to
 
 
 class EndedEarly(Exception):
@@ -38,10 +39,12 @@ def launcher(ranks: int, *options: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
 
 
-def seconds_until(
-    seen: Callable[[], bool], command: list[str], log: Path, environment: dict[str, str] | None = None
-) -> float:
-    """Starts the command, its output into `log`, and ends it once `seen()` is true. Raises EndedEarly."""
+@contextmanager
+def running(
+    command: list[str], until: Callable[[], bool], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[float]:
+    """Starts the command, its output into `log`, and gives the seconds until `until()` is true; then, when the block is
+    left, ends it. Raises EndedEarly."""
     with open(log, "w") as output:
         began = time.perf_counter()
         process = subprocess.Popen(
@@ -54,11 +57,11 @@ def seconds_until(
             start_new_session=True,
         )
         try:
-            while not seen():
-                if process.poll() is not None and not seen():
+            while not until():
+                if process.poll() is not None and not until():
                     raise EndedEarly(log.read_text(errors="replace")[-4000:])
                 time.sleep(POLL_SECONDS)
-            return time.perf_counter() - began
+            yield time.perf_counter() - began
         finally:
             end(process)
 
@@ -73,27 +76,24 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def start(ranks: int, words: list[str], folder: Path, *options: str, profile: bool = False) -> tuple[float, int]:
-    """Starts train.py on an empty `folder` and ends it after its first step. Returns the seconds until then and the
-    highest memory use of rank 0 in bytes. Raises EndedEarly."""
+@contextmanager
+def first_step(
+    ranks: int, words: list[str], folder: Path, *options: str, environment: dict[str, str] | None = None
+) -> Iterator[tuple[float, int]]:
+    """Starts train.py on an empty `folder` and gives, after its first step, the seconds until then and the highest
+    memory use of rank 0 in bytes. options: of torchrun. Raises EndedEarly."""
     metrics = folder / "run" / "metrics.jsonl"
     command = [*launcher(ranks, *options), "train.py", *words, f"out={folder}", "name=run"]
-    environment = {"PYTHONPROFILEIMPORTTIME": "1"} if profile else {}
-    seconds = seconds_until(lambda: bool(records.read(metrics)), command, folder / "log", environment)
-    return seconds, int(records.read(metrics)[0]["memory_bytes"])
+    with running(command, lambda: bool(records.read(metrics)), folder / "log", environment) as seconds:
+        yield seconds, int(records.read(metrics)[0]["memory_bytes"])
 
 
 def imports(ranks: int, words: list[str], folder: Path) -> str:
-    """What rank 0 imports in one start, as Python's -X importtime writes it. What saving imports when the run is ended
-    is part of it only where it comes before the process is told to end."""
+    """What rank 0 imports up to the first step, as Python's -X importtime writes it. Raises EndedEarly."""
     redirected = ["--log-dir", str(folder), "--redirects", "2"] if ranks > 1 else []
-    start(ranks, words, folder, *redirected, profile=True)
-    files = list(folder.glob(IMPORTS_OF_RANK_0)) if ranks > 1 else [folder / "log"]
-    text = files[0].read_text(errors="replace")
-    return text.partition(SAVING)[0]
-
-
-SAVING = "stopped by SIGTERM"
+    with first_step(ranks, words, folder, *redirected, environment={"PYTHONPROFILEIMPORTTIME": "1"}):
+        file = next(folder.glob(ERRORS_OF_RANK_0)) if ranks > 1 else folder / "log"
+        return file.read_text(errors="replace")
 
 
 def by_package(profile: str) -> list[tuple[str, float, int]]:
@@ -118,15 +118,18 @@ def main(arguments: list[str]) -> int:
     try:
         starts = []
         for _ in range(given.repeat):
-            with tempfile.TemporaryDirectory() as folder:
-                starts.append(start(given.ranks, given.words, Path(folder)))
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                first_step(given.ranks, given.words, Path(folder)) as measured,
+            ):
+                starts.append(measured)
         with tempfile.TemporaryDirectory() as folder:
             packages = by_package(imports(given.ranks, given.words, Path(folder)))
     except EndedEarly as error:
         print(error, file=sys.stderr)
         return 1
     seconds = sorted(seconds for seconds, _ in starts)
-    print(f"{given.ranks} ranks: train.py {' '.join(given.words)}")
+    print(f"{given.ranks} x train.py {' '.join(given.words)}".rstrip())
     print(f"  command to first step: {statistics.median(seconds):.1f} s ({seconds[0]:.1f} to {seconds[-1]:.1f})")
     print(f"  peak memory of rank 0: {max(memory for _, memory in starts) / 2**30:.2f} GiB")
     rows = [[name, f"{spent:.2f}", str(count)] for name, spent, count in packages if spent >= LEAST_SECONDS]

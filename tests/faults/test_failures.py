@@ -1,5 +1,6 @@
 """A run that fails: what it says, where, and what is left."""
 
+import contextlib
 import os
 import resource
 from functools import partial
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.runs.drive import DROPOUT, FAILED, Runs
+from tests.ranks import RanksFailed
+from tests.runs.drive import DROPOUT, FAILED, Runs, put
 
 
 def fail_in_step(step: int, rank: int, kind: str) -> None:
@@ -31,12 +33,12 @@ def fail_in_step(step: int, rank: int, kind: str) -> None:
             )
         return real_forward(self, **inputs)
 
-    loop.seed_step = seed_step
-    Spread.forward = forward  # type: ignore[method-assign]
+    put(loop, "seed_step", seed_step)
+    put(Spread, "forward", forward)
 
 
 def test_a_bug_leaves_its_traceback(runs: Runs) -> None:
-    """One of ours is no user's mistake: the exception comes out, with the step, and stands in the log and the status."""
+    """One of ours is no user's mistake: the exception comes out, and stands with the step in the log."""
     outcome = runs.start("bug", DROPOUT, partial(fail_in_step, 5, 0, "bug"))[0]
     assert outcome.error == "RuntimeError: a shape is wrong"
     status, log = runs.status("bug"), (runs.folder("bug") / "run.log").read_text()
@@ -75,7 +77,7 @@ def limit_memory(more_mib: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (now + (more_mib << 20), resource.RLIM_INFINITY))
         return real(self, *args)
 
-    Step.backward = backward  # type: ignore[method-assign]
+    put(Step, "backward", backward)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's account of memory")
@@ -93,19 +95,13 @@ def test_out_of_memory_on_a_cpu(runs: Runs) -> None:
 
 def test_a_failing_rank_is_named(runs: Runs) -> None:
     """Rank 1's reason is the one that is told, though rank 0 fails as well, later and because of it."""
-    from tests.ranks import RanksFailed
-
-    name = "rank-1"
-    try:
-        runs.start(
-            name, f"{DROPOUT} parallel=ddp parallel.timeout_seconds=2", partial(fail_in_step, 5, 1, "bug"), ranks=2
-        )
-    except RanksFailed:
-        pass  # rank 0 may still wait for rank 1, as torchrun's ranks would until it ends them
+    name, overrides = "rank-1", f"{DROPOUT} parallel=ddp parallel.timeout_seconds=2"
+    with contextlib.suppress(RanksFailed):  # rank 0 may still wait for rank 1; torchrun would end it
+        runs.start(name, overrides, partial(fail_in_step, 5, 1, "bug"), ranks=2)
     status, log = runs.status(name), (runs.folder(name) / "run.rank1.log").read_text()
     assert status["state"] == "failed" and status["message"] == "rank 1: RuntimeError: a shape is wrong"
     assert "on rank 1, after step 4 and before the end of step 5" in log
-    runs.finish(name, f"{DROPOUT} parallel=ddp parallel.timeout_seconds=2", ranks=2)
+    runs.finish(name, overrides, ranks=2)
 
 
 @pytest.mark.parametrize(("ranks", "parallel"), [(1, "single"), (2, "fsdp2")])

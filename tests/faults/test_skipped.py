@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runs.drive import DROPOUT, FAILED, STEPS, Runs, hit_in_step
+from tests.runs.drive import DROPOUT, FAILED, STEPS, Runs, hit_in_step, put
 
 BAD = 5
 
@@ -31,8 +31,8 @@ def spoil(steps: list[int], rank: int, value: float) -> None:
         return loss * value if now in steps and self.model.training and here else loss
 
     here = rank == int(os.environ.get("RANK", "0"))
-    Spread.forward = forward  # type: ignore[method-assign]
-    loop.seed_step = seed_step
+    put(Spread, "forward", forward)
+    put(loop, "seed_step", seed_step)
 
 
 @pytest.mark.parametrize(

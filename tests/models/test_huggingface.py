@@ -91,7 +91,7 @@ def compare_all() -> dict[str, Compared]:
 @pytest.fixture(scope="module")
 def compared() -> dict[str, Compared]:
     """In a rank, where what transformers imports is there already."""
-    result: dict[str, Compared] = run_ranks(1, compare_all)[0]
+    result: dict[str, Compared] = run_ranks(1, compare_all, timeout=300)[0]
     return result
 
 
@@ -129,17 +129,37 @@ def test_our_round_trip_is_bitwise(tied: bool) -> None:
         assert not value[rows:].any(), name
 
 
-def test_all_that_is_missing_is_named() -> None:
+def test_all_that_is_missing_or_too_much_is_named() -> None:
     config = tiny(tied_head=False)
     theirs = state_to_huggingface(config, random_decoder(config).state_dict())
     missing = ["transformer.h.1.attn.c_proj.bias", "transformer.wpe.weight", "lm_head.weight"]
     for name in missing:
         del theirs[name]
-    with pytest.raises(KeyError) as raised:
-        state_from_huggingface(config, theirs)
-    for name in missing:
-        assert name in str(raised.value)
+    surplus = ["transformer.h.2.ln_1.weight", "transformer.h.0.attn.rotary"]
+    with pytest.raises(ValueError, match=" and have ") as raised:
+        state_from_huggingface(config, theirs | {name: torch.ones(24) for name in surplus})
+    lack, _, addition = str(raised.value).partition(" and have ")
+    assert all(name in lack for name in missing)
+    assert all(name in addition for name in surplus)
     assert "c_fc" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["transformer.h.2.ln_1.weight", "transformer.h.0.attn.rotary"])
+def test_weights_of_more_than_the_model_are_refused(name: str) -> None:
+    config = tiny()
+    theirs = state_to_huggingface(config, random_decoder(config).state_dict())
+    with pytest.raises(ValueError, match=name):
+        state_from_huggingface(config, theirs | {name: torch.ones(24)})
+
+
+@pytest.mark.parametrize("rows", [60, 96, 200])
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "lm_head.weight"])
+def test_another_vocabulary_is_refused(rows: int, name: str) -> None:
+    """Neither filled up with zeros nor cut."""
+    config = tiny(tied_head=False)
+    theirs = state_to_huggingface(config, random_decoder(config).state_dict())
+    with pytest.raises(ValueError, match=rf"{name} has {rows} rows.*67"):
+        state_from_huggingface(config, theirs | {name: torch.ones(rows, 24)})
 
 
 def test_names_without_the_prefix_are_understood() -> None:
@@ -168,6 +188,9 @@ def test_the_config_comes_back() -> None:
         ({"model_type": "llama"}, "llama"),
         ({"activation_function": "relu"}, "relu"),
         ({"attn_pdrop": 0.3}, "pdrop"),
+        ({"scale_attn_weights": False}, "scale_attn_weights"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"add_cross_attention": True}, "add_cross_attention"),
     ],
 )
 def test_what_is_not_our_gpt2_is_refused(change: dict[str, Any], said: str) -> None:

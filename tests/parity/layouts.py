@@ -43,9 +43,7 @@ MAIN = [
 
 # The other keys of each strategy.
 OPTIONS = [
-    layout(2, "parallel=ddp parallel.static_graph=true"),
     layout(2, "parallel=ddp parallel.gradient_as_bucket_view=false parallel.bucket_cap_mb=0.01"),
-    layout(2, "parallel=ddp parallel.reduce=micro_batch"),
     layout(2, "parallel=fsdp2 parallel.reduce=step"),
     layout(2, "parallel=fsdp2 parallel.reshard_after_forward=false parallel.reduce=micro_batch"),
     layout(2, "parallel=fsdp2 parallel.reshard_after_backward=false"),
@@ -56,6 +54,9 @@ OPTIONS = [
     layout(4, "parallel=hsdp parallel.reshard_after_forward=false", 2),
     layout(4, "parallel=fsdp2 parallel.dp_replicate=4 parallel.dp_shard=1"),
 ]
+
+# Legal with one micro-batch a step only.
+STATIC_GRAPH = layout(2, "parallel=ddp parallel.static_graph=true")
 
 # Compiled graphs, which take a minute to make on a CPU.
 COMPILED = [

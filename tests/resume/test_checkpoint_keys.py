@@ -103,12 +103,16 @@ def keep_first_state(path: Path) -> None:
 
     def call(self: Step, *args: Any) -> Any:
         if not path.exists():
-            weights = {f"model.{name}": value.detach().numpy() for name, value in self.spread.model.named_parameters()}
-            moments = {f"optimizer.{name}": value.numpy() for name, value in self.optimizer.tensors().items()}
+            weights: dict[str, Any] = {
+                f"model.{name}": value.detach().numpy() for name, value in self.spread.model.named_parameters()
+            }
+            moments: dict[str, Any] = {
+                f"optimizer.{name}": value.numpy() for name, value in self.optimizer.tensors().items()
+            }
             np.savez(path, **weights, **moments)
         return real(self, *args)
 
-    Step.__call__ = call  # type: ignore[method-assign]
+    put(Step, "__call__", call)
 
 
 def test_weights_alone(runs: Runs, whole: str, tmp_path: Path) -> None:
@@ -152,17 +156,18 @@ def test_a_tested_restore(runs: Runs, whole: str) -> None:
 
 def read_wrong() -> None:
     """A destination that gives back other bits than it was given: the last bit of one number."""
+    import torch
+
     from training.checkpoint import tensors
 
     real = tensors.read
 
     def read(folder: Path, state: dict[str, Any], ranks: Any) -> None:
         real(folder, state, ranks)
-        first = next(value for name, value in state.items() if name == "model.head.norm.weight" or "norm" in name)
-        flat = first.view(-1).view(dtype=__import__("torch").int32)
-        flat[0] ^= 1
+        norm = next(value for name, value in state.items() if name.startswith("model.") and "norm" in name)
+        norm.view(torch.int32)[0] ^= 1
 
-    tensors.read = read
+    put(tensors, "read", read)
 
 
 def test_a_restore_that_differs_stops_the_run(runs: Runs) -> None:
@@ -198,7 +203,7 @@ def full_disk(time: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args)
 
-    folders.complete = complete
+    put(folders, "complete", complete)
 
 
 # ---- scores
@@ -214,8 +219,8 @@ def test_scoring_changes_nothing_in_training(runs: Runs, whole: str, evals: str)
     assert {line["step"] for line in runs.evals(name)} == steps
 
 
-def first_call(path: Path) -> list[Meddling]:
-    """Writes down the order in which things happen."""
+def note_calls(path: Path) -> list[Meddling]:
+    """Writes down the order of steps and scores."""
     return [
         partial(note_call, path, "training.loop", "seed_step"),
         partial(note_call, path, "training.checkpoint.folders", "write_scores"),
@@ -233,13 +238,13 @@ def note_call(path: Path, module: str, name: str) -> None:
             file.write(name + "\n")
         return real(*args)
 
-    setattr(owner, name, call)
+    put(owner, name, call)
 
 
 def test_an_unscored_checkpoint_is_scored_first(runs: Runs, copy: str, whole: str, tmp_path: Path) -> None:
     shutil.rmtree(runs.checkpoint(copy, 12))
     (runs.checkpoint(copy, 9) / "scores.json").unlink()
-    runs.finish(copy, DROPOUT, *first_call(tmp_path / "calls"))
+    runs.finish(copy, DROPOUT, *note_calls(tmp_path / "calls"))
     assert (tmp_path / "calls").read_text().split() == ["write_scores", *["seed_step"] * 3, "write_scores"]
     check_same_bits(runs, copy, whole)
     scores = [(runs.checkpoint(name, 9) / "scores.json").read_text() for name in (copy, whole)]

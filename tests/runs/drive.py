@@ -31,8 +31,8 @@ LENGTH, SEQUENCES, STEPS = 32, 8, 12
 MODEL = "model.layers=2 model.dim=32 model.heads=2 model.context=32 model.vocab_multiple=1"
 TINY = (
     f"{MODEL} tokenizer=bytes data=text steps={STEPS} batch_sequences={SEQUENCES} micro_batch=2 seed=3 compile=none "
-    "precision=fp32 schedule.warmup_steps=3 optimizer.lr=0.01 hardware.device=cpu checkpoint.every=3 checkpoint.keep=10 "
-    "evals.heldout_tokens=300 evals.continuation_items=4 metrics.every=2 metrics.sample_tokens=0 "
+    "precision=fp32 schedule.warmup_steps=3 optimizer.lr=0.01 hardware.device=cpu checkpoint.every=3 "
+    "checkpoint.keep=10 evals.heldout_tokens=300 evals.continuation_items=4 metrics.every=2 metrics.sample_tokens=0 "
     "metrics.tensorboard=false"
 )
 DROPOUT = "model.dropout=0.1"
@@ -93,14 +93,19 @@ class Runs:
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes
         return outcomes[0].said
 
+    def is_killed(self, name: str, overrides: str = "", *meddling: Meddling, ranks: int = 1) -> bool:
+        """The same for a run that may be killed."""
+        try:
+            self.start(name, overrides, *meddling, ranks=ranks)
+        except RanksFailed as error:
+            if "died of SIGKILL" in str(error):
+                return True
+            raise
+        return False
+
     def die(self, name: str, overrides: str = "", *meddling: Meddling, ranks: int = 1) -> None:
         """The same for a run that is killed: fails if it is not."""
-        try:
-            outcomes = self.start(name, overrides, *meddling, ranks=ranks)
-        except RanksFailed as error:
-            assert "died of SIGKILL" in str(error), error
-        else:
-            raise AssertionError(f"not killed: {outcomes}")
+        assert self.is_killed(name, overrides, *meddling, ranks=ranks), f"{name} was not killed"
 
     def folder(self, name: str) -> Path:
         return self.out / name
@@ -228,8 +233,13 @@ def trace_steps(folder: Path, start: int) -> None:
             file.write(json.dumps({"start": start, "step": now, "rows": rows, "lr": lr, "weights": weights}) + "\n")
         return real_step(self, micro_batches, predicted, lr)
 
-    loop.seed_step = seed_step
-    Step.__call__ = call  # type: ignore[method-assign]
+    put(loop, "seed_step", seed_step)
+    put(Step, "__call__", call)
+
+
+def put(owner: object, name: str, new: Any) -> None:
+    """Puts a function of this test in the place of one of a module or class, in this rank."""
+    setattr(owner, name, new)
 
 
 def hit(number: int, rank: int | None = None) -> None:
@@ -249,7 +259,7 @@ def hit_in_step(step: int, number: int, rank: int | None = None) -> None:
             hit(number, rank)
         real(seed, done, data_rank)
 
-    loop.seed_step = seed_step
+    put(loop, "seed_step", seed_step)
 
 
 def hit_before(name: str, number: int, time: int = 1) -> None:
@@ -257,15 +267,15 @@ def hit_before(name: str, number: int, time: int = 1) -> None:
     reals = {"replace": os.replace, "rename": os.rename}
     seen = 0
 
-    def put(how: str, source: Any, target: Any) -> None:
+    def renamed(how: str, source: Any, target: Any) -> None:
         nonlocal seen
         seen += Path(target).name == name
         if Path(target).name == name and seen == time:
             hit(number)
         reals[how](source, target)
 
-    os.replace = partial(put, "replace")  # type: ignore[assignment]
-    os.rename = partial(put, "rename")  # type: ignore[assignment]
+    for how in reals:
+        put(os, how, partial(renamed, how))
 
 
 def hit_in_evaluation(batch: int, number: int, rank: int | None = None) -> None:
@@ -281,7 +291,7 @@ def hit_in_evaluation(batch: int, number: int, rank: int | None = None) -> None:
             hit(number, rank)
         return real(self, tokens, labels)
 
-    Evaluation.losses = losses  # type: ignore[method-assign]
+    put(Evaluation, "losses", losses)
 
 
 def hit_in_call(module: str, name: str, number: int, time: int = 1) -> None:
@@ -298,7 +308,7 @@ def hit_in_call(module: str, name: str, number: int, time: int = 1) -> None:
             hit(number)
         return real(*args, **kwargs)
 
-    setattr(owner, name, call)
+    put(owner, name, call)
 
 
 # ---- for the conftest.py of each folder that has runs

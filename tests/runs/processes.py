@@ -1,5 +1,6 @@
 """Real processes, for what only they show: exit codes, signals, what is imported, torchrun."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -42,10 +43,8 @@ def finish(process: "subprocess.Popen[str]", seconds: float = 240) -> "subproces
 
 
 def kill(process: "subprocess.Popen[str]") -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -1,4 +1,4 @@
-"""Bad input, as a user gives it to train.py: refused with 2 in a second or two, all of it at once, without a traceback."""
+"""Bad input, as a user gives it to train.py: refused with 2 in a second or two, all of it at once."""
 
 import resource
 import sys

@@ -1,6 +1,7 @@
 """Files are whole or not there, whenever a write fails or ends."""
 
 import errno
+import io
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import training.files
 from tests.ranks import ROOT
 from training.files import append_line, write_bytes, write_json, write_text
 
@@ -102,19 +104,23 @@ def test_a_reader_sees_one_version_whole_also_after_a_kill(tmp_path: Path) -> No
     assert versions == {b"a" * SIZE, b"b" * SIZE}
 
 
-def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
-    """Also those longer than a buffer."""
-    path = tmp_path / "lines"
-    script = (
-        "import sys; from pathlib import Path; from training.files import append_line\n"
-        "for _ in range(50): append_line(Path(sys.argv[1]), sys.argv[2] * 20000)"
-    )
-    writers = [subprocess.Popen([sys.executable, "-c", script, str(path), letter], cwd=ROOT) for letter in "abc"]
-    assert [writer.wait() for writer in writers] == [0, 0, 0]
-    lines = path.read_text().splitlines()
-    assert len(lines) == 150
-    assert {line[0]: len(line) for line in lines} == {"a": 20000, "b": 20000, "c": 20000}
-    assert all(len(set(line)) == 1 for line in lines)
+@pytest.mark.parametrize("length", [3, 20_000])
+def test_a_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """So that no crash comes between a line and its end; also where it is longer than a buffer."""
+    written: list[int] = []
+
+    class Watched(io.FileIO):
+        def write(self, data: Any) -> int:
+            written.append(len(data))
+            return super().write(data)
+
+    def watched_open(path: Path, mode: str) -> io.BufferedWriter:
+        return io.BufferedWriter(Watched(path, mode.replace("b", "")))
+
+    monkeypatch.setattr(training.files, "open", watched_open, raising=False)
+    append_line(tmp_path / "lines", "x" * length)
+    assert written == [length + 1]
+    assert (tmp_path / "lines").read_bytes() == b"x" * length + b"\n"
 
 
 def test_lines_are_added(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from training.optimizers.sgd import SGD
 CONFIGS = {
     "adamw": OptimizerConfig(kind=OptimizerKind.adamw, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8),
     "adamw_without_decay": OptimizerConfig(kind=OptimizerKind.adamw, weight_decay=0.0, beta1=0.8, beta2=0.99, eps=1e-3),
-    "sgd": OptimizerConfig(kind=OptimizerKind.sgd, weight_decay=0.1, beta1=0.9),
+    "sgd": OptimizerConfig(kind=OptimizerKind.sgd, weight_decay=0.1, beta1=0.8),
     "sgd_without_momentum": OptimizerConfig(kind=OptimizerKind.sgd, weight_decay=0.1, beta1=0.0),
 }
 SKIPPED = (0, 4, 5)
@@ -131,7 +131,7 @@ def test_the_config_decides() -> None:
     adamw = build_optimizer(CONFIGS["adamw_without_decay"], model)
     assert isinstance(adamw, AdamW) and (adamw.beta1, adamw.beta2, adamw.eps) == (0.8, 0.99, 1e-3)
     sgd = build_optimizer(CONFIGS["sgd"], model)
-    assert isinstance(sgd, SGD) and sgd.momentum == 0.9
+    assert isinstance(sgd, SGD) and sgd.momentum == 0.8
     assert [group.weight_decay for group in sgd.groups] == [0.1, 0.0]
     parameters: list[nn.Parameter] = [p for group in sgd.groups for p in group.parameters.values()]
     assert {id(p) for p in parameters} == {id(p) for p in model.parameters()}
