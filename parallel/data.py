@@ -63,15 +63,14 @@ class Sharded:
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
         fully_shard(model, **options)
         blocks = [cast(FSDPModule, block) for block in model.blocks.values()]
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # The loss is divided by the step's tokens already. Gloo has no scaled sum, so force plain ones.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-        for place, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + config.prefetch_forward])
+        for unit in [*blocks, cast(FSDPModule, model)]:
+            # The loss is divided by the step's tokens already. Gloo has no scaled sum, so force plain ones.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        for place, unit in enumerate(blocks):
+            unit.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + config.prefetch_forward])
             before = blocks[max(place - config.prefetch_backward, 0) : place]
-            block.set_modules_to_backward_prefetch(before[::-1])
+            unit.set_modules_to_backward_prefetch(before[::-1])
         self.call: Any = model  # a Decoder and an FSDPModule
         self.once_a_step = config.reduce is Reduce.step or (
             config.reduce is Reduce.auto and config.reshard_after_forward is False

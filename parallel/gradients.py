@@ -16,7 +16,7 @@ def global_norm(parameters: list[nn.Parameter]) -> Tensor:
     meshes: the squares of each kind of placement are summed over the axes it is cut along, then added."""
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient: Any = parameter.grad
         if gradient is not None:
             kind = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
             kinds[kind].append(local(gradient))

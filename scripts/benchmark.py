@@ -234,7 +234,8 @@ def benchmark(ranks: int, pairs: int, warmup: int, words: list[str], folder: Pat
     )
     return "\n".join(
         [
-            f"{config.parallel.strategy.name} on {count(ranks, 'rank')}, {tokens:,} tokens a step, on each rank {micro}",
+            f"{config.parallel.strategy.name} on {count(ranks, 'rank')}, {tokens:,} tokens a step, on each rank "
+            f"{micro}",
             table([["", "framework", "plain loop"]], rows),
             f"framework / plain loop, time of a step: median {statistics.median(ratios):.4f} ({low:.4f} to {high:.4f} "
             f"with {LEVEL:.0%} confidence), {pairs} pairs; of all steps together {sum(ours) / sum(theirs):.4f}",

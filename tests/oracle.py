@@ -1,8 +1,9 @@
 """What every layout must equal: a GPT-2 and its training, written out in plain PyTorch on one process.
 
-It shares no code with models/, parallel/ or training/, and does everything in the plainest way: the whole global batch at
-once, attention as matrix products with a mask, one mean over all predicted tokens, one clip, one step of torch.optim. Only
-the names and the order of the query, key and value rows are those of models/, so that weights and gradients can be compared.
+It shares no code with models/, parallel/ or training/, and does everything in the plainest way: the whole global batch
+at once, attention as matrix products with a mask, one mean over all predicted tokens, one clip, one step of
+torch.optim. Only the names and the order of the query, key and value rows are those of models/, so that weights and
+gradients can be compared.
 """
 
 import hashlib
@@ -87,8 +88,9 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def initial_weights(shape: Shape, seed: int, dtype: torch.dtype) -> Weights:
-    """GPT-2's: normal with std 0.02, divided by sqrt(2 x layers) into the residual stream; biases 0, norms 1. Each parameter is
-    drawn in float32 in blocks of 1,024 rows, from a generator seeded by the hash of (seed, name, block)."""
+    """GPT-2's: normal with std 0.02, divided by sqrt(2 x layers) into the residual stream; biases 0, norms 1. Each
+    parameter is drawn in float32 in blocks of 1,024 rows, from a generator seeded by the hash of (seed, name,
+    block)."""
     weights = {}
     for name, size in parameter_shapes(shape).items():
         if name.endswith("bias"):
@@ -115,7 +117,7 @@ def _hash(seed: int, name: str, block: int) -> int:
 
 def logits(weights: Weights, shape: Shape, tokens: Tensor) -> Tensor:
     """tokens [batch, seq] to scores [batch, seq, vocabulary]."""
-    batch, seq = tokens.shape
+    _, seq = tokens.shape
     head_dim = shape.dim // shape.heads
     future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
 

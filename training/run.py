@@ -1,6 +1,7 @@
 """A run, from a checked config to its exit code, in the order in which things happen."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,14 +41,15 @@ def run(config: Config, world: World, chosen: Chosen) -> int:
     """Trains, or scores a checkpoint with eval_only. Returns the exit code. Raises Refusal if this cannot start; what
     else it raises is a failure, told in status.json and the log."""
     place = find_place(config, world)
-    act = score_checkpoint if config.eval_only else train_from_config
+    act: Callable[[Config, Chosen, Place], int | None] = score_checkpoint if config.eval_only else train_from_config
     if launched():
         from torch.distributed.elastic.multiprocessing.errors import record
 
         act = record(act)  # torchrun's summary then shows the first failing rank's exception
     with place.stop.handlers():
         try:
-            return act(config, chosen, place)
+            code = act(config, chosen, place)
+            return FINISHED if code is None else code
         except Stopped as stopped:  # before the first step: there is nothing to save
             return say_stopped(place, stopped, None)
         except Refusal:

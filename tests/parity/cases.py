@@ -62,8 +62,8 @@ def _composed(overrides: str) -> tuple[Config, Chosen]:
 
 
 def config_of(case: Case) -> Config:
-    """The resolved config of a case, from the presets and keys that one would give to train.py. The keys of the layout are composed
-    apart from those of the training, since composing costs more than most cases."""
+    """The resolved config of a case, from the presets and keys that one would give to train.py. The keys of the layout
+    are composed apart from those of the training, since composing costs more than most cases."""
     training, layout = case.training, case.layout
     overrides = f"{RUN} {MODELS[training.model]} {OPTIMIZERS[training.optimizer]} precision={training.precision}"
     config, chosen = copy.deepcopy(_composed(overrides))
@@ -91,8 +91,9 @@ def recipe_of(config: Config) -> Recipe:
 
 
 def batches() -> list[Batch]:
-    """A step's sequences have from 0 to all of their labels. In the second step the first 3 sequences have none, so that one rank
-    of 4 has none and neither has the first micro-batch of others; in the fourth the first 6 have one label in all."""
+    """A step's sequences have from 0 to all of their labels. In the second step the first 3 sequences have none, so
+    that one rank of 4 has none and neither has the first micro-batch of others; in the fourth the first 6 have one
+    label in all."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for step in range(len(LRS)):

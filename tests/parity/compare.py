@@ -40,7 +40,8 @@ class Differences:
     loss: float  # relative
     norm: float  # relative
     first_gradient: float  # as `gradient`, of the first step, in which the weights are equal
-    gradient: float  # of each gradient's difference to its own norm, or to `floor` of the global norm where its own is below
+    # of each gradient's difference to its own norm, or to `floor` of the global norm where its own is below
+    gradient: float
     parameters: float  # largest |difference| / (rtol x |value| + atol x highest lr), with the tolerances of the dtype
     padding: float  # largest absolute value in a padded row
     token_losses: float  # relative to the largest
@@ -48,7 +49,7 @@ class Differences:
     @staticmethod
     def worst(all_of_them: Iterable["Differences"]) -> "Differences":
         rows = list(all_of_them)
-        numbers = {
+        numbers: dict[str, Any] = {
             name: largest(getattr(row, name) for row in rows)
             for name in ("loss", "norm", "first_gradient", "gradient", "parameters", "padding", "token_losses")
         }
@@ -89,7 +90,9 @@ class WatchedStep(Step):
 
     def backward(self, micro_batches: list[dict[str, Any]], predicted: int) -> StepResult:
         result = super().backward(micro_batches, predicted)
-        self.gradients = gather({name: p.grad for name, p in self.spread.model.named_parameters() if p.grad is not None})
+        self.gradients = gather(
+            {name: p.grad for name, p in self.spread.model.named_parameters() if p.grad is not None}
+        )
         return result
 
 

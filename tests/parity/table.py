@@ -18,9 +18,14 @@ def lines(entries: list[tuple[Case, Differences]]) -> list[str]:
     for case, found in entries:
         rows.setdefault((case.training.precision, str(case.layout)), []).append(found)
     text = [HEAD]
-    for (precision, layout), found in rows.items():
-        worst = Differences.worst(found)
+    for (precision, layout), all_found in rows.items():
+        worst = Differences.worst(all_found)
         numbers = (worst.loss, worst.norm, worst.gradient, worst.parameters, worst.token_losses)
         same = "equal" if worst.initial and worst.copies else "DIFFER"
-        text.append(f"{f'{precision} {layout}':<58}{len(found):>6} {same:>6} " + " ".join(f"{n:>9.1e}" for n in numbers))
-    return [*text, "* in units of the tolerance: 1 is the most that promise 1 allows (float32 with Adam promises nothing here)"]
+        text.append(
+            f"{f'{precision} {layout}':<58}{len(all_found):>6} {same:>6} " + " ".join(f"{n:>9.1e}" for n in numbers)
+        )
+    return [
+        *text,
+        "* in units of the tolerance: 1 is the most that promise 1 allows (float32 with Adam promises nothing here)",
+    ]

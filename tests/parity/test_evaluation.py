@@ -1,4 +1,5 @@
-"""An evaluation between steps changes nothing in training, bitwise, on every kind of layout. Its own numbers are in test_parity."""
+"""An evaluation between steps changes nothing in training, bitwise, on every kind of layout. Its own numbers are in
+test_parity."""
 
 import pytest
 import torch

@@ -32,7 +32,12 @@ def check_initial(config: Config) -> int:
 
 @pytest.mark.parametrize(
     "layout",
-    [layout(1, "parallel=single"), layout(3, "parallel=fsdp2"), layout(4, "parallel=fsdp2"), layout(4, "parallel=hsdp", 2)],
+    [
+        layout(1, "parallel=single"),
+        layout(3, "parallel=fsdp2"),
+        layout(4, "parallel=fsdp2"),
+        layout(4, "parallel=hsdp", 2),
+    ],
     ids=str,
 )
 def test_blocks_and_shards_do_not_show(layout: Layout) -> None:

@@ -52,9 +52,9 @@ def single() -> dict[str, tuple[list[Whole], Whole]]:
     ids=str,
 )
 def test_layouts_agree_in_bf16(layout: Layout, model: str, single: dict[str, tuple[list[Whole], Whole]]) -> None:
-    """The bf16 products are the same, so only the order of the float32 sums over micro-batches and ranks differs; from the
-    second step on, weights can be rounded to bf16 differently. The two uses of a tied weight are added in bf16 or, where FSDP2
-    reduces once a step, in float32."""
+    """The bf16 products are the same, so only the order of the float32 sums over micro-batches and ranks differs; from
+    the second step on, weights can be rounded to bf16 differently. The two uses of a tied weight are added in bf16 or,
+    where FSDP2 reduces once a step, in float32."""
     gradients, weights = run_ranks(layout.ranks, trained, bf16(layout, model))[0]
     for name, expected in single[model][0][0].values.items():
         assert expected.dtype is gradients[0].values[name].dtype is torch.float32

@@ -21,7 +21,12 @@ FLOAT64 = {
 FLOAT32 = [Training("tied", "sgd", "fp32"), Training("untied", "adamw", "fp32")]
 
 CASES = [
-    *[Case(layout, times, training) for layout in MAIN for times, trainings in FLOAT64.items() for training in trainings],
+    *[
+        Case(layout, times, training)
+        for layout in MAIN
+        for times, trainings in FLOAT64.items()
+        for training in trainings
+    ],
     *[Case(layout, 3, Training("tied", "sgd", "fp64")) for layout in OPTIONS],
     Case(STATIC_GRAPH, 1, Training("tied", "sgd", "fp64")),
     *[Case(layout, 3, training) for layout in MAIN if layout.ranks == 4 for training in FLOAT32],
@@ -53,7 +58,9 @@ def run(cases: list[Case], folder: Path) -> dict[Case, Differences | RanksFailed
 
 
 @pytest.fixture(scope="session")
-def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Differences]:
+def differences(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Case], Differences]:
     """Runs the selected cases, all those of as many ranks when the first of them is asked for."""
     selected = [item.callspec.params["case"] for item in request.session.items if is_parity(item)]  # type: ignore[attr-defined]
     folder = tmp_path_factory.mktemp("oracle")
@@ -88,7 +95,8 @@ def test_a_layout_gives_the_run_of_the_plain_loop(case: Case, differences: Calla
     assert found.token_losses <= bounds.scalar
     assert found.first_gradient <= bounds.gradient
     assert found.padding == 0.0, "a padded row has a gradient, or a value"
-    # Adam makes a full step of the rounding of a zero: in float32 even two plain loops part, in weights and so in gradients.
+    # Adam makes a full step of the rounding of a zero: in float32 even two plain loops part, in weights and so in
+    # gradients.
     if (case.training.precision, case.training.optimizer) != ("fp32", "adamw"):
         assert found.gradient <= bounds.gradient
         assert found.parameters <= 1.0

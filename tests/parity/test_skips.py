@@ -24,8 +24,8 @@ LAYOUTS = [
 
 
 def steps_with_a_spoiled_one(config: Config) -> dict[str, list[float]]:
-    """Good, nothing to predict, not finite on the last rank alone, good. Returns of each step whether it was skipped, whether
-    weights and state stayed bitwise equal, the tokens counted and Adam's own count of steps."""
+    """Good, nothing to predict, not finite on the last rank alone, good. Returns of each step whether it was skipped,
+    whether weights and state stayed bitwise equal, the tokens counted and Adam's own count of steps."""
     start_process_group(CPU, timeout_seconds=60)
     mesh = mesh_of(config, {})
     spread, step = build(config, mesh)

@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 
 from tests.resume.same import check_same_bits, check_same_state, check_steps
-from tests.runs.drive import DROPOUT, FAILED, REFUSED, SAVED, STEPS, Meddling, Runs, hit_in_call, hit_in_step, train_py
+from tests.runs.drive import (
+    DROPOUT,
+    FAILED,
+    REFUSED,
+    SAVED,
+    STEPS,
+    Meddling,
+    Runs,
+    hit_in_call,
+    hit_in_step,
+    put,
+    train_py,
+)
 
 LARGEST = "the largest file of tensors"
 
