@@ -35,12 +35,14 @@ def start_process_group(device: torch.device, timeout_seconds: float) -> dist.Pr
     return group
 
 
-def shorten_timeouts(timeout_seconds: float) -> None:
+def shorten_timeouts(mesh: DeviceMesh | None, cpu_group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
     """After the first step: from now on a collective that waits longer than this ends the run."""
-    if dist.is_initialized():
-        # private, with no public counterpart; seen on torch 2.11 and 2.15
-        for group in dist.distributed_c10d._world.pg_map:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+    if mesh is None:
+        return
+    # public since torch 2.15; before, private with the same effect, seen on 2.11
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    for group in (dist.group.WORLD, cpu_group, *mesh.get_all_groups()):
+        set_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def build_mesh(degrees: ParallelConfig, device: torch.device) -> DeviceMesh:
