@@ -76,7 +76,7 @@ class OptimizerConfig:
     """What is done with a gradient."""
 
     kind: OptimizerKind = key(OptimizerKind.adamw, "adamw (Loshchilov and Hutter 2019) | sgd")
-    lr: float = key(6e-4, "highest learning rate; the model presets set their own")
+    lr: float = key(1e-3, "highest learning rate; the model presets set their own")
     weight_decay: float = key(0.1, "decay of matrices and embeddings; norms and biases have none")
     beta1: float = key(0.9, "adamw: decay of the first moment; sgd: momentum")
     beta2: float = key(0.95, "adamw: decay of the second moment")

@@ -20,7 +20,9 @@ OWN = {"--config-dir", "data=text", "tokenizer=huggingface"}  # need files of th
 
 def shown() -> list[str]:
     """The lines of the fenced blocks, by what follows `train.py`; other lines as they are."""
-    lines = [line.strip() for page in PAGES for block in FENCED.findall(page.read_text()) for line in block.splitlines()]
+    lines = [
+        line.strip() for page in PAGES for block in FENCED.findall(page.read_text()) for line in block.splitlines()
+    ]
     return sorted({line.partition("  #")[0].strip() for line in lines if line and not line.startswith("#")})
 
 

@@ -47,12 +47,12 @@ def test_the_default_is_right() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "instead"),
     [
-        ("model__heads", 3, "model.heads=2 or model.heads=4, or model.dim=255 or model.dim=258"),
-        ("model__heads", 300, "model.heads=256"),
+        ("model__heads", 3, "model.heads=2 or model.heads=4, or model.dim=126 or model.dim=129"),
+        ("model__heads", 300, "model.heads=128"),
         ("model__dim", 0, "model.dim=1"),
         ("model__vocab_size", 100, "model.vocab_size=null"),
         ("model__dropout", 1.0, "model.dropout=0.0"),
-        ("sequence_length", 257, "sequence_length=256"),
+        ("sequence_length", 257, "sequence_length=128"),
         ("steps", 0, "steps=1"),
         ("seed", -1, "seed=0"),
         ("micro_batch", "aut", "micro_batch=auto"),
@@ -117,7 +117,7 @@ def test_lengths_and_batches_are_given_once() -> None:
     assert set(problems(batch_tokens=256)) == {"batch_sequences"}
     assert (
         problems(batch_sequences=None, batch_tokens=1000)["batch_tokens"].instead
-        == "batch_tokens=768 or batch_tokens=1024"
+        == "batch_tokens=896 or batch_tokens=1024"
     )
     assert set(problems(schedule__warmup_steps=1, schedule__warmup_share=0.1)) == {"schedule.warmup_steps"}
 

@@ -254,7 +254,7 @@ def test_a_typo_ends_with_2_within_seconds_and_without_torch(tmp_path: Path) -> 
 
 
 def test_check_only_needs_no_torch_and_leaves_nothing(tmp_path: Path) -> None:
-    done = run(tmp_path, "check_only=true", "parallel=hsdp", "hardware.gpus=16")
+    done = run(tmp_path, "check_only=true", "parallel=hsdp", "hardware.gpus=16", "batch_sequences=16")
     assert done.returncode == 0
     assert done.stderr == "False\n"
     parallel = yaml.safe_load(done.stdout)["parallel"]

@@ -59,10 +59,10 @@ def test_a_micro_batch_that_is_given_stays() -> None:
 
 def test_batch_and_length() -> None:
     config = resolved(Config(tokens=1_000_001, batch_tokens=2048))
-    assert config.sequence_length == 256
-    assert (config.batch_sequences, config.batch_tokens) == (8, None)
+    assert config.sequence_length == 128
+    assert (config.batch_sequences, config.batch_tokens) == (16, None)
     assert (config.steps, config.tokens) == (489, None)  # 488.28 batches of 2048
-    config = resolved(Config(steps=3, batch_tokens=1000))  # no multiple of 256: check tells
+    config = resolved(Config(steps=3, batch_tokens=1000))  # no multiple of 128: check tells
     assert (config.batch_sequences, config.batch_tokens, config.micro_batch) == (None, 1000, None)
 
 
