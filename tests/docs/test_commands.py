@@ -1,81 +1,122 @@
-"""Every command that README and docs show: it is refused where the text says so, and would start elsewhere."""
+"""Every command that README and docs show would start, or is refused where its block says so.
+
+A command stands in a block fenced as `bash`, or as `bash refused` if it shows a mistake; or in an indented block."""
 
 import re
 import shlex
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from training.check import settle
-from training.compose import compose
+from training.compose import check_command, compose
 from training.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCED = re.compile(r"^ *```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-PROGRAMS = ("train.py", "scripts.")
-REFUSED = {"steps=None", "optimizer.lrr=1e-3", "modle=gpt2_124m", "batch_sequences=30 micro_batch=4"}
-OWN = {"--config-dir", "data=text", "tokenizer=huggingface"}  # need files of the reader's
+FENCED = re.compile(r"^( *)```(\w*)( refused)?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^    ((?:pip|uv|python|torchrun) .*)$", re.MULTILINE)
+FILE = re.compile(r"In `(\S+)`:\n\n```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def shown() -> list[str]:
-    """The lines of the fenced blocks, by what follows `train.py`; other lines as they are."""
-    lines = [
-        line.strip() for page in PAGES for block in FENCED.findall(page.read_text()) for line in block.splitlines()
+@dataclass(frozen=True)
+class Command:
+    page: str
+    line: str
+    refused: bool
+
+    def __str__(self) -> str:
+        return self.line
+
+
+def commands(page: Path) -> list[Command]:
+    text = page.read_text()
+    blocks = [(block[4], bool(block[3])) for block in FENCED.finditer(text) if block[2] == "bash"]
+    blocks.append(("\n".join(INDENTED.findall(FENCED.sub("", text))), False))
+    lines = [(line.partition("  #")[0].strip(), refused) for block, refused in blocks for line in block.splitlines()]
+    return [Command(page.name, line, refused) for line, refused in lines if line]
+
+
+SHOWN = list(dict.fromkeys(command for page in PAGES for command in commands(page)))
+TRAINING = [command for command in SHOWN if " train.py" in command.line]
+SCRIPTS = [command for command in SHOWN if " -m scripts." in command.line]
+TOOLS = [command for command in SHOWN if command not in TRAINING and command not in SCRIPTS]
+
+
+def test_the_pages_have_commands() -> None:
+    assert {command.page for command in TRAINING} >= {"README.md", "getting-started.md", "data.md", "checkpoints.md"}
+    assert sum(command.refused for command in TRAINING) >= 4
+    assert [command.line for command in commands(ROOT / "README.md")][:2] == [
+        "pip install uv && uv run train.py",
+        "pip install uv && uv run pytest",
     ]
-    return sorted({line.partition("  #")[0].strip() for line in lines if line and not line.startswith("#")})
 
 
-TRAINING = [line for line in shown() if "train.py" in line]
+def test_no_command_stands_in_another_block() -> None:
+    others = [
+        block[4] for page in PAGES for block in FENCED.finditer(page.read_text()) if block[2] not in ("bash", "text")
+    ]
+    assert [block for block in others if re.search(r"^ *(pip|uv|python|torchrun) ", block, re.MULTILINE)] == []
 
 
-def test_there_are_commands() -> None:
-    assert len(TRAINING) > 20
+@pytest.fixture
+def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader's folder, with the files that the commands name and the pages show."""
+    for page in PAGES:
+        for path, content in FILE.findall(page.read_text()):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(content)
+    (tmp_path / "my_texts").mkdir()
+    (tmp_path / "my_texts" / "tokenizer.json").touch()
+    monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("line", TRAINING)
-def test_a_training_command(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, _, after = line.partition("train.py")
-    words = shlex.split(after)
-    ranks = re.search(r"--nproc-per-node (\d+)", before)
-    if ranks:
+@pytest.mark.parametrize("command", TRAINING, ids=str)
+@pytest.mark.usefixtures("readers_folder")
+def test_train(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, _, end = command.line.partition(" train.py")
+    if ranks := re.search(r"torchrun .*--nproc-per-node (\d+)$", start):
         monkeypatch.setenv("WORLD_SIZE", ranks[1])
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks[1])
-    if {"--help", "--cfg"} & set(words):
-        words = [word for word in words if word not in ("--help", "--cfg", "job")]
-    if OWN & {word.partition(" ")[0] for word in words}:
-        words = with_files(words, tmp_path)
-        monkeypatch.chdir(tmp_path)
-    if "-m" in words:
-        words = ["-m", *[word for word in words if word != "-m"]]
-    if after.strip() in REFUSED:
+    else:
+        assert re.fullmatch(r"(pip install uv && )?(uv run|python)", start), start
+    words = shlex.split(end)
+    if command.refused:
         with pytest.raises(Refusal):
             settle(*compose(words))
-        return
-    config, chosen = compose([word.partition(",")[0] if "lr=" in word else word for word in words if word != "-m"])
-    settle(config, chosen)
+    elif "-m" in words:
+        check_command(words)  # composes and checks each job
+    else:
+        settle(*compose(words))
 
 
-def with_files(words: list[str], folder: Path) -> list[str]:
-    """Puts what the command reads where it looks for it."""
-    texts = folder / "my_texts"
-    (texts / "more").mkdir(parents=True)
-    for name in ("a.txt", "rows.parquet", "tokenizer.json", "more/b.jsonl.gz"):
-        (texts / name).write_text("")
-    experiments = folder / "my_configs" / "experiment"
-    experiments.mkdir(parents=True)
-    (experiments / "mine.yaml").write_text("# @package _global_\nsteps: 10\n")
-    return [str(folder / word) if word == "my_configs" else word for word in words]
+@pytest.mark.parametrize("command", SCRIPTS, ids=str)
+def test_script(command: Command) -> None:
+    module, _, end = command.line.partition(" -m ")[2].partition(" ")
+    assert find_spec(module) is not None
+    words = [word for word in shlex.split(end) if "=" in word and not word.startswith("-")]
+    settle(*compose(words)) if "--ranks" not in end else compose(words)
 
 
-@pytest.mark.parametrize("line", [line for line in shown() if "-m scripts." in line])
-def test_a_script_exists(line: str) -> None:
-    module = re.search(r"-m (scripts\.\w+)", line)
-    assert module is not None and (ROOT / (module[1].replace(".", "/") + ".py")).exists()
+@pytest.mark.parametrize("command", TOOLS, ids=str)
+def test_tool(command: Command) -> None:
+    """Other commands are of these programs, and the paths they name are there."""
+    run = command.line.removeprefix("pip install uv && ").removeprefix("pip install uv").strip()
+    for part in filter(None, run.split(" && ")):
+        program, *words = shlex.split(part.removeprefix("uv run ").removeprefix("uv "))
+        assert program in ("pytest", "ruff", "mypy", "lint-imports", "tensorboard", "sync"), part
+        for word in words:
+            assert not word.startswith(("tests/", "docs/", "scripts/")) or (ROOT / word).exists(), word
 
 
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", page.read_text()):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name} links to {target}"
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+                known = ["#" + re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+                assert anchor in known, f"{page.name} links to {target}{anchor}"

@@ -9,10 +9,8 @@ import torch
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from parallel.config import Dtype
-from scripts.benchmark import ROOT, median_interval, problems_of
-from scripts.plain_loop import GPT
-from scripts.startup import by_package
+from scripts.benchmark import median_interval, problems_of
+from scripts.startup import ROOT, by_package
 from training.config import Config, OptimizerKind
 
 
@@ -30,6 +28,8 @@ def test_five_values_have_no_interval() -> None:
 
 @pytest.mark.parametrize("tied_head", [True, False])
 def test_the_plain_model_computes_what_ours_does(tied_head: bool) -> None:
+    from scripts.plain_loop import GPT  # imports FSDP, which takes seconds
+
     config = ModelConfig(layers=2, dim=24, heads=3, context=10, vocab_size=67, vocab_multiple=32, tied_head=tied_head)
     torch.manual_seed(0)
     ours, plain = Decoder(config).double(), GPT(config).double()
@@ -67,7 +67,7 @@ import time:       900 |       2900 | numpy"""
 
 
 def run(*words: str) -> str:
-    command = [sys.executable, "-m", *words, "experiment=tiny", f"precision={Dtype.fp32.name}"]
+    command = [sys.executable, "-m", *words, "experiment=tiny", "precision=fp32"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
