@@ -27,6 +27,10 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    with refusing():
-        check_command(sys.argv[1:])
-        main()
+    try:
+        with refusing():
+            check_command(sys.argv[1:])
+            main()
+    except KeyboardInterrupt:
+        print("interrupted; the same command starts the run, or goes on with it", file=sys.stderr)
+        sys.exit(75)

@@ -16,6 +16,9 @@ SCORED_WITH = (
     "data.field",
     "data.heldout",
     "sequence_length",
+    "evals.tasks",
+    "evals.heldout_tokens",
+    "evals.continuation_items",
     "seed",
     "precision.",
 )

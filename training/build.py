@@ -102,6 +102,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     if place.rank == 0:
         write_text(place.folder.config_path, describe(config, chosen))
         write_json(place.folder.environment_path, environment())
+        write_json(place.folder.data_path, text.prepared.manifest)
         introduce(config, place, text, dtype, spread, step, suite)
     return Run(
         config=config,
@@ -173,6 +174,7 @@ def describe_run(config: Config, chosen: Chosen, place: Place, text: Text) -> di
     machine = environment()
     return {
         "config": leaves(config) | chosen.unresolved,
+        "data": text.prepared.folder.name,
         "tokenizer": {"name": text.tokenizer.name, "fingerprint": text.tokenizer.fingerprint},
         "versions": {"espalier": machine["espalier"], "python": machine["python"], **machine["packages"]},
         "ranks": place.world.ranks,

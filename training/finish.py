@@ -52,20 +52,22 @@ def result(folder: Path, other_models: Mapping[str, Mapping[tuple[str, str], flo
 
 
 def with_keys(command: str, keys: Mapping[str, str]) -> str:
-    """The command with these keys in the place of their former values."""
-    words = [word for word in shlex.split(command) if word.partition("=")[0] not in keys]
+    """The command with these keys in the place of their former values; steps also takes that of tokens and epochs."""
+    lengths = {"steps", "tokens", "epochs"} if "steps" in keys else set()
+    words = [word for word in shlex.split(command) if word.partition("=")[0] not in {*keys, *lengths}]
     return shlex.join([*words, *(f"{key}={value}" for key, value in keys.items())])
 
 
 def next_ways(config: Config, folder: Path, goes_on: str) -> str:
     """What one can do with a finished run."""
     steps = config.steps or 0
+    out = "" if config.out == "outputs" else f" out={config.out}"
     longer = with_keys(goes_on, {"steps": str(2 * steps), "checkpoint.allow_changes": "[steps]"})
     return "\n".join(
         [
             f"finished: {steps:,} steps; everything is in {folder}",
             f"  longer:     {longer}",
             f"  start anew: {with_keys(goes_on, {'name': f'{folder.name}-2'})}",
-            f"  score:      {goes_on.partition(' train.py')[0]} train.py eval_only=true checkpoint.load={folder}",
+            f"  score:      {goes_on.partition(' train.py')[0]} train.py eval_only=true checkpoint.load={folder}{out}",
         ]
     )

@@ -21,6 +21,7 @@ class RunFolder:
         self.path = Path(out) / name
         self.config_path = self.path / "config.yaml"
         self.environment_path = self.path / "environment.json"
+        self.data_path = self.path / "data.json"
         self.status_path = self.path / "status.json"
         self.log_path = self.path / "run.log"
         self.checkpoints = self.path / "checkpoints"

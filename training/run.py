@@ -1,7 +1,9 @@
 """A run, from a checked config to its exit code, in the order in which things happen."""
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +23,13 @@ from training.data.batches import BatchFailed
 from training.evals.suite import Suite
 from training.evaluation import Evaluation
 from training.faults import Stopped
-from training.folder import claim
+from training.folder import RunFolder, claim
 from training.loop import Run, score, train
 from training.memory import OutOfMemory, is_out_of_memory, out_of_memory_report
 from training.metrics import writers
 from training.metrics.console import final_table
 from training.metrics.meters import TooManySkipped
-from training.metrics.writers import Jsonl
+from training.metrics.writers import METRICS_FILE, Jsonl
 from training.place import FAILED, FINISHED, Place, connect, find_place, say_stopped, tell_failure
 from training.ranks import Ranks
 from training.refusal import Problem, Refusal
@@ -71,15 +73,15 @@ def run(config: Config, world: World, chosen: Chosen) -> int:
 
 def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     began = time.perf_counter()
-    saved = open_folder(config, chosen, place)
+    text = read_text(config, place)
+    refuse(check(config, place.world))  # again: some lengths are only known with the data
+    saved = open_folder(config, chosen, place, text)
     if saved is not None and saved.step == config.steps and is_scored(Store(saved.folder.parent, Ranks.alone()), saved):
         place.console.say(finish.result(place.folder.path, {}))
         place.console.say(finish.next_ways(config, place.folder.path, place.status.command))
         if place.rank == 0:
             place.status.write(State.finished, saved.step, FINISHED)
         return FINISHED
-    text = read_text(config, place)
-    refuse(check(config, place.world))  # again: some lengths are only known with the data
     connect(config, place)
     check_same_text(place, text)
     run = assemble(config, chosen, place, text)
@@ -106,17 +108,20 @@ def refuse(problems: list[Problem]) -> None:
         raise Refusal(problems)
 
 
-def open_folder(config: Config, chosen: Chosen, place: Place) -> Saved | None:
+def open_folder(config: Config, chosen: Chosen, place: Place, text: Text) -> Saved | None:
     """Decides what may be done with the run's folder; its newest checkpoint if the run goes on. Raises Refusal."""
     folder = place.folder
     saved = Store(checkpoint_dir(config, place), Ranks.alone()).newest()
     theirs = saved.info["config"] if saved is not None else folder.saved_config()
     claimed = claim(folder, config, theirs and with_unresolved(theirs, config, chosen), saved is not None)
     problems = claimed.problems + writers.problems(config.metrics)
-    if config.checkpoint.load is not None and saved is None:
-        problems += load_problems(config, find(config.checkpoint.load, Ranks.alone()))
+    if saved is not None:
+        problems += text_problems(config, saved, text)
+    elif config.checkpoint.load is not None:
+        loaded = find(config.checkpoint.load, Ranks.alone())
+        problems += load_problems(config, loaded) + tokenizer_problems(loaded, text)
     if place.rank == 0 and not problems:
-        problems += folder.hold()
+        problems += folder.hold() or destination_problems(checkpoint_dir(config, place))
     refuse(problems)
     if place.rank == 0:
         place.console.log = folder.log_path
@@ -124,6 +129,37 @@ def open_folder(config: Config, chosen: Chosen, place: Place) -> Saved | None:
         for difference in claimed.changed:
             place.console.say(f"changed since the last start: {difference}")
     return saved
+
+
+def tokenizer_problems(saved: Saved, text: Text) -> list[Problem]:
+    """The ids of a checkpoint's model mean what its own tokenizer says."""
+    if text.tokenizer.fingerprint == saved.info["tokenizer"]["fingerprint"]:
+        return []
+    reason = f"this tokenizer is not the one {saved.folder} was trained with"
+    return [Problem("tokenizer", text.tokenizer.name, reason, "the same tokenizer, with the same files")]
+
+
+def text_problems(config: Config, saved: Saved, text: Text) -> list[Problem]:
+    """A run goes on with the text it began with."""
+    problems = tokenizer_problems(saved, text)
+    now = text.prepared.folder.name
+    if not problems and saved.info["data"] != now and "data.kind" not in config.checkpoint.allow_changes:
+        reason = f"the text is another than the one {saved.folder} was trained on, and the order of samples with it"
+        instead = "the same text, or name=<another>, or to go on all the same checkpoint.allow_changes=[data.kind]"
+        problems.append(Problem("data", config.data.kind.name, reason, instead))
+    return problems
+
+
+def destination_problems(checkpoints: Path) -> list[Problem]:
+    """Whether checkpoints can be saved, found out before the first step."""
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        if os.access(checkpoints, os.W_OK):
+            return []
+        reason = "cannot be written to"
+    except OSError as error:
+        reason = f"cannot be made: {error.strerror}"
+    return [Problem("checkpoint.dir", checkpoints, reason, "a folder that can be written to, or null")]
 
 
 def with_unresolved(saved: dict[str, Any], config: Config, chosen: Chosen) -> dict[str, Any]:
@@ -170,6 +206,19 @@ def end(run: Run, place: Place, text: Text) -> None:
         place.console.say(finish.next_ways(run.config, place.folder.path, place.status.command))
 
 
+def claim_scores(chosen: Chosen, place: Place, saved: Saved) -> None:
+    """The folder of scores made again, <run>-scored where no name is given; never one in which a run trained. Raises
+    Refusal."""
+    if "name" not in chosen.given:
+        owner = saved.folder.parent.parent if saved.folder.parent.name == "checkpoints" else saved.folder
+        place.folder = RunFolder(str(place.folder.path.parent), f"{owner.name}-scored")
+    if place.rank == 0:
+        if (place.folder.path / METRICS_FILE).exists():
+            reason = f"{place.folder.path} is the folder of a run, whose scores these would replace"
+            raise Refusal([Problem("name", place.folder.name, reason, f"name={place.folder.name}-scored")])
+        refuse(place.folder.hold())
+
+
 def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     """eval_only: scores the checkpoint again, with the model, tokenizer and data it was trained with."""
     assert config.checkpoint.load is not None
@@ -178,9 +227,10 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     resolve_model(config)
     refuse(check(config, place.world))
     text = read_text(config, place)
-    if text.tokenizer.fingerprint != saved.info["tokenizer"]["fingerprint"]:
-        reason = f"this tokenizer is not the one {saved.folder} was trained with"
-        raise Refusal([Problem("tokenizer", text.tokenizer.name, reason, "the same tokenizer files")])
+    refuse(tokenizer_problems(saved, text))
+    if saved.info["data"] != text.prepared.folder.name:
+        place.console.warn(f"the held-out text is not the one {saved.folder} was scored on before")
+    claim_scores(chosen, place, saved)
     connect(config, place)
     assert config.sequence_length is not None
     spread = spread_model(config, place, settle(config.precision, place.device))
@@ -189,7 +239,6 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     place.console.say(f"scoring {saved.folder}")
     found = Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check).score(saved.step)
     if place.rank == 0 and found:
-        place.folder.path.mkdir(parents=True, exist_ok=True)
         Jsonl(place.folder.path).scores(found)
         place.console.say(final_table(found, finish.references(config, text.prepared, text.tokenizer)))
     if dist.is_initialized():
