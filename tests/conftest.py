@@ -7,6 +7,15 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before any test imports torch
 
+# What meets torch where its versions differ: these run again on the oldest torch, beside single tests marked torch211.
+OLDEST_TORCH = ("tests/parity/", "tests/training/checkpoint/", "tests/training/optimizers/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(OLDEST_TORCH):
+            item.add_marker(pytest.mark.torch211)
+
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts the server of ranks if a collected test needs it: it imports while other tests run."""

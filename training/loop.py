@@ -93,7 +93,9 @@ def prove(run: Run, step: int) -> None:
     wanted = run.config.checkpoint.test_restore
     lasts = run.ranks.first(run.meters.last_step_seconds * (run.steps - step) > LONG_RUN_SECONDS)
     if wanted is TestRestore.always or (wanted is TestRestore.auto and lasts):
-        run.checkpoints.test_restore(step)
+        saving, reading = run.checkpoints.test_restore(step, step * run.step_tokens, run.meters.skipped)
+        told = f"saved in {saving:.1f} s, read back in {reading:.1f} s, equal bit by bit"
+        run.writers.text("restore test", told, step)
         run.meters.restart_clock(run.batches.wait_seconds)
 
 

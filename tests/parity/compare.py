@@ -47,8 +47,8 @@ class Differences:
     token_losses: float  # relative to the largest
 
     def promised(self, training: Training) -> "Differences":
-        """Without what promise 1 leaves out: Adam makes a full step of the rounding of a zero, so in float32 even two plain
-        loops part, in weights and so in the gradients after the first step."""
+        """Without what promise 1 leaves out: Adam makes a full step of the rounding of a zero, so in float32 even two
+        plain loops part, in weights and so in the gradients after the first step."""
         if (training.precision, training.optimizer) == ("fp32", "adamw"):
             return replace(self, gradient=self.first_gradient, parameters=0.0)
         return self

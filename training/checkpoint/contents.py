@@ -1,6 +1,7 @@
 """What a run saves and where it goes on: the model and optimizer as one flat state, with what must be known to go
 on."""
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,10 @@ class Checkpoints:
         return self.config.every > 0 and step % self.config.every == 0
 
     def save(self, step: int, tokens: int, skipped_steps: int, kind: str) -> Saved:
-        """kind: scheduled | final | signal. Raises SaveFailed on every rank; older checkpoints are untouched then."""
+        """kind: scheduled | final | signal | test. Raises SaveFailed on every rank; older checkpoints are untouched
+        then."""
         every = self.config.permanent_every
-        permanent = kind == "final" or (every > 0 and step % every == 0)
+        permanent = kind == "final" or (kind != "test" and every > 0 and step % every == 0)
         info = {"step": step, "tokens": tokens, "skipped_steps": skipped_steps, "kind": kind, "permanent": permanent}
         saved = self.store.save(step, self.state(), info | self.about)
         self.store.prune(self.config.keep)
@@ -48,18 +50,19 @@ class Checkpoints:
     def restore(self, saved: Saved, parts: Load) -> None:
         self.store.load(saved, self.state() if parts is Load.all else model_state(self.model))
 
-    def test_restore(self, step: int) -> float:
+    def test_restore(self, step: int, tokens: int, skipped_steps: int) -> tuple[float, float]:
         """Saves to the real destination, reads it back, compares bit by bit and deletes it. Returns the seconds of
-        reading.
-        Raises SaveFailed where a bit differs."""
-        saved = self.store.save(step, self.state(), {"step": step, "kind": "test", "permanent": False} | self.about)
+        saving and of reading. Raises SaveFailed where a bit differs. A run that is killed meanwhile goes on from it."""
+        began = time.perf_counter()
+        saved = self.save(step, tokens, skipped_steps, "test")
+        seconds = time.perf_counter() - began
         report = self.store.verify_restore(saved, self.state())
         self.store.remove(saved)
         if report.different:
             raise SaveFailed(0, step, str(saved.folder), f"read back, these differ: {', '.join(report.different)}")
-        return report.seconds
+        return seconds, report.seconds
 
 
 def is_scored(store: Store, saved: Saved) -> bool:
-    """Whether this checkpoint has its scores, or never gets any (one saved for a signal)."""
-    return (saved.info["kind"] == "signal" and not saved.permanent) or store.scores(saved) is not None
+    """Whether this checkpoint has its scores, or never gets any (one saved for a signal or a test)."""
+    return (saved.info["kind"] in ("signal", "test") and not saved.permanent) or store.scores(saved) is not None
