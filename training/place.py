@@ -37,6 +37,7 @@ class Place:
     stop: StopRequest
     ranks: Ranks
     mesh: DeviceMesh | None = None
+    claimed: bool = False  # whether the folder is known to be this run's
 
 
 class Silent(Console):
@@ -102,14 +103,15 @@ def say_stopped(place: Place, stopped: Stopped, step: int | None) -> int:
     done = "nothing new to save" if step is None else f"saved at step {step:,}"
     place.console.close()
     place.console.say(f"stopped by {stopped.cause}: {done}\n  go on: {place.status.command}")
-    if place.rank == 0 and place.folder.path.exists():
+    if place.rank == 0 and (place.claimed or not place.folder.holds_run()):
+        place.folder.path.mkdir(parents=True, exist_ok=True)
         place.status.write(State.saved, step or 0, code, f"stopped by {stopped.cause}")
     return code
 
 
 def tell_failure(place: Place, error: BaseException) -> None:
     """Leaves the reason in the rank's log and in status.json."""
-    if place.folder.path.exists():
+    if place.claimed:
         log = place.folder.log_path if place.rank == 0 else place.folder.rank_log_path(place.rank)
         with open(log, "a") as file:
             file.write("".join(traceback.format_exception(error)))

@@ -123,6 +123,7 @@ def open_folder(config: Config, chosen: Chosen, place: Place, text: Text) -> Sav
     if place.rank == 0 and not problems:
         problems += folder.hold() or destination_problems(checkpoint_dir(config, place))
     refuse(problems)
+    place.claimed = True
     if place.rank == 0:
         place.console.log = folder.log_path
         place.status.write(State.running, saved.step if saved is not None else 0)
