@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from models.decoder import Decoder
 from parallel.apply import Spread, parallelize
 from parallel.config import Strategy
 from parallel.mesh import build_mesh, data_coordinate, start_process_group
@@ -20,6 +19,9 @@ from parallel.precision import settle
 from tests.oracle import Batch, Trajectory, Weights
 from tests.parity.cases import LRS, Case, Training, batches, slices
 from training.config import Config
+from training.evals.loss import Forward
+from training.evals.suite import Suite
+from training.evals.task import Score
 from training.evaluation import Evaluation
 from training.metrics.meters import Meters, Speed
 from training.optimizers.build import build_optimizer
@@ -166,7 +168,6 @@ def run_case(case: Case, config: Config, mesh: DeviceMesh | None, folder: Path, 
     bounds = BOUNDS[case.training.precision]
     spread, step = build(config, mesh)
     meters = Meters(mesh, CPU, Speed(1, ranks.size, 1.0, None), max_skipped=10)
-    evaluation = Evaluation(None, spread, mesh, ranks, CPU, lambda: None)  # type: ignore[arg-type]
     rank, data_ranks = data_coordinate(mesh)
     assert isinstance(config.micro_batch, int)
 
@@ -178,13 +179,16 @@ def run_case(case: Case, config: Config, mesh: DeviceMesh | None, folder: Path, 
     for number, batch in enumerate(batches()):
         mine = list(slices(batch, rank, data_ranks, config.micro_batch))
         if number in EVALUATED:
-            token_losses.append(evaluate(spread.model, evaluation, mine, batch, oracle.token_losses[number], rank))
+            losses, expected = evaluate(spread, mesh, ranks, mine), oracle.token_losses[number]
+            expected = expected[rank * len(losses) : (rank + 1) * len(losses)]
+            token_losses.append(float((losses - expected).abs().max() / expected.abs().max().clamp(min=1.0)))
         count = sum(int((micro.labels != -100).sum()) for micro in mine)
         result = step([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], count, LRS[number])
         predicted &= int(result.predicted) == oracle.predicted[number]
         meters.add(number + 1, LRS[number], result)
-        found, expected = step.gradients, oracle.gradients[number]
-        gradients.append(gradient_difference(found.values, expected, oracle.norms[number], bounds))
+        found = step.gradients
+        difference = gradient_difference(found.values, oracle.gradients[number], oracle.norms[number], bounds)
+        gradients.append(difference)
         padding.append(largest_padding(found.values, oracle.initial))
         copies &= found.copies_equal
     records = meters.read(0.0)
@@ -204,16 +208,24 @@ def run_case(case: Case, config: Config, mesh: DeviceMesh | None, folder: Path, 
     )
 
 
-def evaluate(
-    model: Decoder, evaluation: Evaluation, mine: list[Batch], batch: Batch, expected: Tensor, rank: int
-) -> float:
-    """The token losses of this rank's sequences, in the way the suite asks for them."""
-    model.eval()
-    with torch.no_grad():
-        losses = torch.cat([evaluation.losses(micro.tokens, micro.labels) for micro in mine])
-    model.train()
-    expected = expected[rank * len(losses) : (rank + 1) * len(losses)]
-    return float((losses - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+@dataclass
+class Rows:
+    """In the place of the suite: these micro-batches are scored, their token losses kept."""
+
+    mine: list[Batch]
+    losses: list[Tensor] = field(default_factory=list)
+
+    def score(self, forward: Forward, *where: Any) -> list[Score]:
+        with torch.no_grad():
+            self.losses = [forward(micro.tokens, micro.labels) for micro in self.mine]
+        return []
+
+
+def evaluate(spread: Spread, mesh: DeviceMesh | None, ranks: Ranks, mine: list[Batch]) -> Tensor:
+    """The token losses of this rank's sequences, by the run's own evaluation."""
+    rows = Rows(mine)
+    Evaluation(cast(Suite, rows), spread, mesh, ranks, CPU, lambda: None).score(0)
+    return torch.cat(rows.losses)
 
 
 def largest(values: Iterable[float]) -> float:

@@ -13,7 +13,6 @@ from tests.parity.compare import CPU, build, evaluate, gather, mesh_of
 from tests.parity.layouts import Layout, layout
 from tests.ranks import run_ranks
 from training.config import Config
-from training.evaluation import Evaluation
 from training.ranks import Ranks
 from training.seeds import seed_step
 
@@ -36,18 +35,18 @@ def with_and_without(config: Config) -> tuple[Weights, Weights]:
 
 def trained(config: Config, mesh: DeviceMesh | None, ranks: Ranks, evaluated: bool) -> Weights:
     spread, step = build(config, mesh)
-    evaluation = Evaluation(None, spread, mesh, ranks, CPU, lambda: None)  # type: ignore[arg-type]
     rank, data_ranks = data_coordinate(mesh)
     assert isinstance(config.micro_batch, int)
     for number, batch in enumerate(batches()[:3]):
         mine = list(slices(batch, rank, data_ranks, config.micro_batch))
         if evaluated:
-            evaluate(spread.model, evaluation, mine, batch, torch.zeros(batch.labels.shape), rank)
+            losses = [evaluate(spread, mesh, ranks, mine) for _ in range(2)]
+            assert torch.equal(*losses), "dropout in an evaluation"
         seed_step(SEED, number, rank)
         count = sum(int((micro.labels != -100).sum()) for micro in mine)
         step([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], count, LRS[number])
         if evaluated:
-            evaluate(spread.model, evaluation, mine, batch, torch.zeros(batch.labels.shape), rank)
+            evaluate(spread, mesh, ranks, mine)
     return gather(dict(spread.model.named_parameters())).values
 
 

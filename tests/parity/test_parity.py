@@ -47,7 +47,7 @@ def run(cases: list[Case], folder: Path) -> dict[Case, Differences | RanksFailed
     """Runs cases of as many ranks in one go. If it fails, each layout alone, to see which it is."""
     ranks = cases[0].layout.ranks
     try:
-        of_ranks = run_ranks(ranks, run_cases, [(case, config_of(case)) for case in cases], folder, timeout=200)
+        of_ranks = run_ranks(ranks, run_cases, [(case, config_of(case)) for case in cases], folder, timeout=400)
     except RanksFailed as error:
         layouts = {case.layout for case in cases}
         if len(layouts) == 1:
