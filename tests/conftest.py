@@ -8,7 +8,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before any test imports torch
 
 # What meets torch where its versions differ: these run again on the oldest torch, beside single tests marked torch211.
-OLDEST_TORCH = ("tests/training/checkpoint/",)
+OLDEST_TORCH = ("tests/parity/", "tests/training/checkpoint/", "tests/training/optimizers/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
