@@ -28,8 +28,12 @@ NOT_COMPARED = ("model.attention", "model.tokenizer", "model.dropout", "model.in
 
 def adopt(config: Config, saved: Saved, given: frozenset[str]) -> None:
     """For eval_only: sets what the scores depend on to what the checkpoint was trained with, except keys given on the
-    command line."""
-    for key, value in saved.info["config"].items():
+    command line. A run without evaluations says nothing of them."""
+    theirs = saved.info["config"]
+    unscored = not theirs["evals.tasks"]
+    for key, value in theirs.items():
+        if unscored and key.startswith("evals."):
+            continue
         if key.startswith(SCORED_WITH) and not {key, key.partition(".")[0]} & given:
             set_key(config, key, value)
 

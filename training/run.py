@@ -144,7 +144,8 @@ def text_problems(config: Config, saved: Saved, text: Text) -> list[Problem]:
     """A run goes on with the text it began with."""
     problems = tokenizer_problems(saved, text)
     now = text.prepared.folder.name
-    if not problems and saved.info["data"] != now and "data.kind" not in config.checkpoint.allow_changes:
+    allowed = any(key.startswith("data.") for key in config.checkpoint.allow_changes)
+    if not problems and saved.info["data"] != now and not allowed:
         reason = f"the text is another than the one {saved.folder} was trained on, and the order of samples with it"
         instead = "the same text, or name=<another>, or to go on all the same checkpoint.allow_changes=[data.kind]"
         problems.append(Problem("data", config.data.kind.name, reason, instead))
