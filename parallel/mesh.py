@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from parallel.config import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")  # of the same ranks, as layers of experts see them
 DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these see different sequences
 FIRST_STEP_PATIENCE = 3  # the first step compiles and connects: its collectives may wait this many times longer
 
@@ -48,6 +49,18 @@ def shorten_timeouts(mesh: DeviceMesh | None, cpu_group: dist.ProcessGroup | Non
 def build_mesh(degrees: ParallelConfig, device: torch.device) -> DeviceMesh:
     """One mesh over all ranks; neighbours along the last axis are neighbours in rank. Degrees of 1 are axes too."""
     return init_device_mesh(device.type, tuple(getattr(degrees, axis) for axis in AXES), mesh_dim_names=AXES)
+
+
+def expert_view(degrees: ParallelConfig, device: torch.device) -> DeviceMesh:
+    """The ranks of `build_mesh` as layers of experts see them: those along dp_shard, cp and tp are regrouped into `ep`
+    neighbours that share a layer's experts, times `expert_shard` ranks that share each expert's state.
+
+    Raises ValueError where ep does not divide them."""
+    ranks = degrees.dp_shard * degrees.cp * degrees.tp
+    if ranks % degrees.ep != 0:
+        raise ValueError(f"ep={degrees.ep} does not divide dp_shard x cp x tp = {ranks}")
+    sizes = (degrees.pp, degrees.dp_replicate, ranks // degrees.ep, degrees.ep)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=EXPERT_AXES)
 
 
 def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:

@@ -28,7 +28,7 @@ A run is a tree of keys. Give any of them on the command line as `key=value`, an
   `my_configs/experiment/mine.yaml`. `${oc.env:NAME}` in them is a variable of the environment; the run saves this text,
   not its value.
 - `python train.py --cfg job` prints the config of a command. `check_only=true` also fills in what follows from it,
-  checks it, and stops.
+  checks it and the files it names, and stops.
 - `python train.py -m optimizer.lr=3e-4,6e-4` runs once for each value.
 - Of `steps`, `tokens` and `epochs`, and of `batch_sequences` and `batch_tokens`, the one on the command line stands,
   whatever a preset says.

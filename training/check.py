@@ -13,6 +13,7 @@ import yaml
 from models.config import Attention
 from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
 from training.config import Config, DataKind, Load, ScheduleKind, TokenizerKind, leaves
+from training.inputs import input_problems
 from training.keys import keys, nearest, show
 from training.refusal import Problem, Refusal
 from training.resolve import DEGREES, VOCABULARIES, Chosen, World, data_ranks, resolve
@@ -94,7 +95,10 @@ def settle(config: Config, chosen: Chosen) -> World:
     """Resolves a composed config in place and checks it. Raises Refusal with every problem."""
     world = World.of(config)
     resolve(config, world, chosen)
-    if problems := check(config, world):
+    problems = check(config, world)
+    wrong = {problem.key for problem in problems}
+    problems += [problem for problem in input_problems(config) if problem.key not in wrong]
+    if problems:
         raise Refusal(problems)
     return world
 
@@ -446,6 +450,8 @@ def _schedule(config: Config, world: World) -> Iterator[Problem]:
 
 def _checkpoint(config: Config, world: World) -> Iterator[Problem]:
     checkpoint = config.checkpoint
+    if checkpoint.dir is not None and not checkpoint.dir.strip():
+        yield Problem("checkpoint.dir", checkpoint.dir, "is the folder of the checkpoints", "checkpoint.dir=null")
     every, permanent = checkpoint.every, checkpoint.permanent_every
     if every >= 0 and permanent > 0 and (every == 0 or permanent % every != 0):
         if every == 0:

@@ -7,6 +7,7 @@ whole number, and lets + add any key."""
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -73,8 +74,10 @@ def check_command(argv: list[str]) -> None:
     if not problems and not flags.experimental_rerun:
         with open_presets(flags) as presets:
             problems = override_problems(flags.overrides, presets, sweeps(flags))
-            if not problems and sweeps(flags):
-                problems = _sweep_problems(flags, presets)
+            if sweeps(flags):
+                problems = problems or _sweep_problems(flags, presets)
+            elif problems:
+                problems += _problems_behind(problems, flags, presets)
     if problems:
         raise Refusal(problems)
 
@@ -106,12 +109,42 @@ def _compose(flags: argparse.Namespace, words: list[str]) -> tuple[Config, Chose
 def _read(tree: DictConfig, hydra: Any) -> tuple[Config, Chosen]:
     reader = Reader(hydra)
     config = reader.read(Config, tree)
-    if reader.problems:
-        raise Refusal(reader.problems)
     _let_one_win(config, typed_keys(hydra))
     groups = {group: preset for group, preset in hydra.runtime.choices.items() if not group.startswith("hydra")}
     job = int(hydra.job.num) if hydra.mode is not None and hydra.mode.name == "MULTIRUN" else None
-    return config, Chosen(groups, job, reader.unresolved, frozenset(typed_keys(hydra)))
+    chosen = Chosen(groups, job, reader.unresolved, frozenset(typed_keys(hydra)))
+    if reader.problems:
+        raise Refusal(reader.problems + _unrelated(_unsettled(config, chosen), reader.problems))
+    return config, chosen
+
+
+def _problems_behind(found: list[Problem], flags: argparse.Namespace, presets: Presets) -> list[Problem]:
+    """What would be refused next, were the words mended as it is suggested (or left out): all is told at once."""
+    words = []
+    for word in flags.overrides:
+        wrong = override_problems([word], presets, sweep=False)
+        mended = wrong[0].instead.partition(" or ")[0] if wrong else word
+        if not override_problems([mended], presets, sweep=False):
+            words.append(mended)
+    try:
+        behind = _unsettled(*_compose(flags, [*presets.search, *words]))
+    except Refusal as refusal:
+        behind = refusal.problems
+    return _unrelated(behind, found)
+
+
+def _unsettled(config: Config, chosen: Chosen) -> list[Problem]:
+    try:
+        settle(config, chosen)
+    except Refusal as refusal:
+        return refusal.problems
+    return []
+
+
+def _unrelated(problems: list[Problem], wrong: list[Problem]) -> list[Problem]:
+    """Those that do not speak of a key that is itself wrong: they may be gone when it is mended."""
+    names = "|".join(re.escape(problem.key.lstrip("+~")) for problem in wrong)
+    return [problem for problem in problems if not re.search(rf"(?<![\w.])({names})(?![\w.])", str(problem))]
 
 
 def _let_one_win(config: Config, typed: set[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.config import Strategy
@@ -94,6 +95,11 @@ def connect(config: Config, place: Place) -> None:
     if config.parallel.strategy is not Strategy.single:
         place.ranks = Ranks(start_process_group(place.device, config.parallel.timeout_seconds))
         place.mesh = build_mesh(config.parallel, place.device)
+
+
+def disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def say_stopped(place: Place, stopped: Stopped, step: int | None) -> int:

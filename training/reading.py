@@ -32,7 +32,7 @@ class Reader:
         self._typed = typed_keys(hydra)
 
     def read(self, schema: type, tree: DictConfig, prefix: str = "") -> Any:
-        """An instance of the schema. Where there are problems, it is not to be used."""
+        """An instance of the schema. A value with a problem stands as its default."""
         kinds = {field.name: field.type for field in fields(schema)}
         texts = OmegaConf.to_container(tree, resolve=False)
         assert isinstance(texts, dict)
@@ -52,11 +52,11 @@ class Reader:
             section = tree[name]
         except OmegaConfBaseException as error:
             self._add(Problem(full, text, _first_line(error), f"the keys of {full}"))
-            return None
+            return schema()
         if not isinstance(section, DictConfig):
             instead = f"`- override /{full}: {show(text)}` under defaults for a preset, or keys: `{full}: {{...}}`"
             self._add(Problem(full, show(text), "is a group of keys, not a value", instead))
-            return None
+            return schema()
         return self.read(schema, section, f"{full}.")
 
     def _leaf(self, key: Key, tree: DictConfig, name: str, text: Any) -> Any:
@@ -68,7 +68,7 @@ class Reader:
             self._add(Problem(key.name, shown, _first_line(error), f"{key.name}={key.example()}"))
         except Mismatch as error:
             self._add(mismatch(key, shown, error))
-        return None
+        return key.default
 
     def _value(self, key: Key, tree: DictConfig, name: str, text: Any) -> Any:
         """The value with its interpolations resolved. Raises OmegaConfBaseException."""

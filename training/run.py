@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from parallel.mesh import launched
 from parallel.precision import settle
@@ -30,7 +29,7 @@ from training.metrics import writers
 from training.metrics.console import final_table
 from training.metrics.meters import TooManySkipped
 from training.metrics.writers import METRICS_FILE, Jsonl
-from training.place import FAILED, FINISHED, Place, connect, find_place, say_stopped, tell_failure
+from training.place import FAILED, FINISHED, Place, connect, disconnect, find_place, say_stopped, tell_failure
 from training.ranks import Ranks
 from training.refusal import Problem, Refusal
 from training.resolve import Chosen, World, resolve_model
@@ -76,13 +75,15 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     text = read_text(config, place)
     refuse(check(config, place.world))  # again: some lengths are only known with the data
     saved = open_folder(config, chosen, place, text)
-    if saved is not None and saved.step == config.steps and is_scored(Store(saved.folder.parent, Ranks.alone()), saved):
+    connect(config, place)
+    saved = place.ranks.first(saved)  # another rank may have listed the folder too early
+    if saved is not None and saved.step == config.steps and is_scored(Store(saved.folder.parent, place.ranks), saved):
         place.console.say(finish.result(place.folder.path, {}))
         place.console.say(finish.next_ways(config, place.folder.path, place.status.command))
         if place.rank == 0:
             place.status.write(State.finished, saved.step, FINISHED)
+        disconnect()
         return FINISHED
-    connect(config, place)
     check_same_text(place, text)
     run = assemble(config, chosen, place, text)
     try:
@@ -98,8 +99,7 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
         raise
     finally:
         run.writers.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    disconnect()
     return FINISHED if stopped is None else say_stopped(place, stopped, run.last_saved_step)
 
 
@@ -243,6 +243,5 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     if place.rank == 0 and found:
         Jsonl(place.folder.path).scores(found)
         place.console.say(final_table(found, finish.references(config, text.prepared, text.tokenizer)))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    disconnect()
     return FINISHED

@@ -71,6 +71,7 @@ def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_texts").mkdir()
     (tmp_path / "my_texts" / "tokenizer.json").touch()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("training.check.input_problems", lambda config: [])  # the reader's texts and runs are not here
 
 
 @pytest.mark.parametrize("command", TRAINING, ids=str)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from parallel.config import Strategy
 from tests.training.test_command import mutated
@@ -156,6 +158,41 @@ def test_refusals(argv: list[str], keys: list[str]) -> None:
     assert [problem.key for problem in refused("check_only=true", *argv)] == keys
 
 
+@pytest.mark.parametrize(
+    ("argv", "keys"),
+    [
+        (["optimizer.lrr=1", "model.dim=0", "model.heads=x"], ["optimizer.lrr", "model.heads", "model.dim"]),
+        (["steps=None", "tokens=9", "batch_sequences=6", "micro_batch=4"], ["steps", "batch_sequences"]),
+        (["modle=gpt2_124m", "sequence_length=512"], ["modle"]),  # a model that has the positions is meant
+        (["optimizer.lrr=-1"], ["optimizer.lrr", "optimizer.lr"]),
+        (["model.heads=3.5", "model.dim=129"], ["model.heads"]),  # whether 129 is wrong depends on the heads
+        (["seed=1=2", "data=text", "data.files=[/nowhere/*.txt]"], ["seed", "data.files"]),
+    ],
+)
+def test_what_would_be_refused_next_is_told_too(argv: list[str], keys: list[str]) -> None:
+    assert [problem.key for problem in refused("check_only=true", *argv)] == keys
+
+
+def test_problems_of_a_file_and_between_keys_are_told_together(folder: Path) -> None:
+    mine = experiment(folder, "optimizer: {lr: fast}\nbatch_sequences: 6\nmicro_batch: 4\n")
+    assert [problem.key for problem in refused(*mine)] == ["optimizer.lr", "batch_sequences"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "key"),
+    [
+        (["data=text", "data.files=[/nowhere/*.txt]"], "data.files"),
+        (["data=text", "data.files=[.]"], "data.files"),
+        (["checkpoint.load=/nowhere"], "checkpoint.load"),
+        (["eval_only=true", "checkpoint.load=/nowhere"], "checkpoint.load"),
+        (["tokenizer=tiktoken", "tokenizer.name=cl100kbase"], "tokenizer.name"),
+        (["checkpoint.dir=''"], "checkpoint.dir"),
+    ],
+)
+def test_what_a_config_names_must_be_there(argv: list[str], key: str) -> None:
+    assert [problem.key for problem in refused("check_only=true", *argv)] == [key]
+
+
 def test_the_command_line_says_which_of_two_ways_stands(folder: Path) -> None:
     mine = experiment(folder, "tokens: 1e6\nbatch_tokens: 2048\n")
     config, _ = compose(mine)  # over what config.yaml says itself
@@ -206,12 +243,13 @@ def presets() -> list[list[str]]:
 def test_every_preset_composes_and_checks(line: list[str], tmp_path: Path) -> None:
     words = ["check_only=true", "hardware.gpus=16", "batch_sequences=32", *line]
     if "tokenizer=tiktoken" in line:
-        words.append("tokenizer.name=cl100k_base")
+        words.append("tokenizer.name=gpt2")
     if "tokenizer=huggingface" in line:
-        (tmp_path / "tokenizer.json").write_text("{}")
+        Tokenizer(WordLevel({"a": 0, "<|endoftext|>": 1})).save(str(tmp_path / "tokenizer.json"))
         words.append(f"tokenizer.file={tmp_path}/tokenizer.json")
     if "data=text" in line:
-        words.append("data.files=[x.txt]")
+        (tmp_path / "x.txt").write_text("text")
+        words.append(f"data.files=[{tmp_path}/x.txt]")
     if "parallel=single" in line:
         words.append("hardware.gpus=1")
     settled(*words)

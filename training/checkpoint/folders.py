@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from training.files import write_bytes, write_json
+from training.refusal import Problem
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -122,6 +123,31 @@ def newest(checkpoints: Path) -> Saved | None:
         except Broken as fault:
             log.warning("%s is not used: %s", folder, fault)
     return None
+
+
+def find(path: str) -> Saved | Problem:
+    """The checkpoint that checkpoint.load names: one checkpoint's folder, or the newest complete one of a run's folder
+    or of a folder of checkpoints; else why there is none."""
+    folder = Path(path).expanduser()
+    kinds = "the folder of a run, its folder of checkpoints, or one checkpoint (step-000500)"
+    if not folder.is_dir():
+        return Problem("checkpoint.load", path, "there is no such folder", kinds)
+    if is_checkpoint(folder):
+        try:
+            return read(folder)
+        except Broken as fault:
+            other = newest(folder.parent)
+            return Problem(
+                "checkpoint.load",
+                path,
+                f"not a complete checkpoint: {fault}",
+                f"checkpoint.load={other.folder}" if other else kinds,
+            )
+    return (
+        newest(folder / "checkpoints")
+        or newest(folder)
+        or Problem("checkpoint.load", path, "no complete checkpoint in it", kinds)
+    )
 
 
 def whole(checkpoints: Path) -> list[Saved]:

@@ -123,30 +123,10 @@ class Store:
 def find(path: str, ranks: Ranks) -> Saved:
     """The checkpoint that checkpoint.load names: one checkpoint's folder, or the newest complete one of a run's folder
     or of a folder of checkpoints. Raises Refusal on every rank where there is none."""
-    found = ranks.first_does(lambda: _find(path))
+    found = ranks.first_does(lambda: folders.find(path))
     if isinstance(found, Problem):
         raise Refusal([found])
     return found
-
-
-def _find(path: str) -> Saved | Problem:
-    folder = Path(path).expanduser()
-    kinds = "the folder of a run, its folder of checkpoints, or one checkpoint (step-000500)"
-    if not folder.is_dir():
-        return Problem("checkpoint.load", path, "there is no such folder", kinds)
-    if folders.is_checkpoint(folder):
-        try:
-            return folders.read(folder)
-        except Broken as fault:
-            other = folders.newest(folder.parent)
-            return Problem(
-                "checkpoint.load",
-                path,
-                f"not a complete checkpoint: {fault}",
-                f"checkpoint.load={other.folder}" if other else kinds,
-            )
-    found = folders.newest(folder / "checkpoints") or folders.newest(folder)
-    return found or Problem("checkpoint.load", path, "no complete checkpoint in it", kinds)
 
 
 def _make_room(folder: Path, permanent: bool) -> Saved | None:
