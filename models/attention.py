@@ -21,15 +21,17 @@ class AttentionCore(nn.Module):
         self.dropout = dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """q, k, v: [batch, heads, seq, head_dim]; positions, documents: [batch, seq] or None. A token attends only to
-        tokens of its own document. Returns [batch, heads, seq, head_dim]."""
+        """q, k, v: [batch, heads, seq, head_dim], k and v perhaps of fewer heads; positions, documents: [batch, seq] or
+        None. A token attends only to tokens of its own document. Returns the shape of q."""
         mask = None
         if documents is not None:
             same_document = documents[:, None, :, None] == documents[:, None, None, :]
             mask = same_document.tril()
         dropout = self.dropout if self.training else 0.0
         with self._backend():
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            )
 
     def _backend(self) -> AbstractContextManager[None]:
         if self.kernel in (Kernel.auto, Kernel.sdpa):
@@ -46,24 +48,40 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention. Rows of `qkv` lie in groups, one a head: its q, its k, its v; so a cut of dimension 0
-    between groups cuts whole heads."""
+    """Multi-head attention; with fewer heads of keys and values, grouped-query attention (Ainslie et al. 2023).
+
+    Rows of `qkv` lie in groups, one a head of keys and values: the q of its heads, its k, its v. So a cut of dimension
+    0 between groups cuts whole heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        dim, bias = config.dim, Spec(Role.bias)
+        dim, bias, groups = config.dim, Spec(Role.bias), config.key_value_heads
         self.head_dim = dim // config.heads
-        residual_std = config.init_std / math.sqrt(2 * config.layers)
-        self.qkv = specify(
-            nn.Linear(dim, 3 * dim, bias=config.bias), weight=Spec(Role.matrix, config.init_std), bias=bias
-        )
+        self.heads_per_group = config.heads // groups
+        self.fused = config.fused_qkv
+
+        def linear(rows: int, std: float) -> nn.Module:
+            return specify(nn.Linear(dim, rows, bias=config.bias), weight=Spec(Role.matrix, std), bias=bias)
+
+        if self.fused:
+            self.qkv = linear(dim + 2 * groups * self.head_dim, config.init_std)
+        else:
+            self.q = linear(dim, config.init_std)
+            self.k = linear(groups * self.head_dim, config.init_std)
+            self.v = linear(groups * self.head_dim, config.init_std)
         self.core = AttentionCore(config.attention, config.dropout)
-        self.out = specify(nn.Linear(dim, dim, bias=config.bias), weight=Spec(Role.matrix, residual_std), bias=bias)
+        self.out = linear(dim, config.init_std / math.sqrt(2 * config.layers))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """x: [batch, seq, dim]. Returns the same shape."""
-        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # [batch, seq, heads, 3, head_dim]
-        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
+        q, k, v = (part.transpose(1, 2) for part in self._heads(x))
         attended = self.core(q, k, v, positions, documents)
         return self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v, each [batch, seq, heads, head_dim], of as many heads as the weights here have rows for."""
+        if not self.fused:
+            return tuple(part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
+        groups = self.qkv(x).unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
+        return tuple(part.flatten(2, 3) for part in groups.split([self.heads_per_group, 1, 1], dim=3))

@@ -24,6 +24,10 @@ class ModelConfig:
     layers: int = key(4, "blocks")
     dim: int = key(128, "width of the residual stream")
     heads: int = key(2, "attention heads; must divide dim")
+    kv_heads: int | None = key(
+        None, "heads of keys and values, each shared by heads / kv_heads neighbours; null: as many as heads"
+    )
+    fused_qkv: bool = key(True, "one matrix for queries, keys and values; false: three")
     ffn_dim: int | None = key(None, "width of the feed-forward layer; null: 4 x dim")
     context: int = key(128, "most positions a sequence can have, the size of the position table")
     vocab_size: int | None = key(None, "tokens the model can predict; null: as many as the tokenizer has")
@@ -33,6 +37,11 @@ class ModelConfig:
         Changes.layout,
     )
     bias: bool = key(True, "biases in linear layers and norms")
+    logit_softcap: float | None = key(None, "scores of the vocabulary are bent into +- this by tanh; null: not at all")
+    z_loss: float = key(
+        0.0,
+        "weight of the square of each token's log-sum of scores, added to the gradient; the loss shown is without it",
+    )
     tied_head: bool = key(True, "the head shares the embedding's weight")
     norm_eps: float = key(1e-5, "added to the variance in LayerNorm")
     dropout: float = key(
@@ -49,6 +58,10 @@ class ModelConfig:
         "gpt2",
         "tokenizer this model is meant for, used where tokenizer.kind is auto: bytes | gpt2 | a tiktoken encoding",
     )
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def feedforward_dim(self) -> int:

@@ -1,5 +1,7 @@
 """The one decoder. Families are configs of it."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from models.attention import Attention
@@ -32,6 +34,16 @@ class Block(nn.Module):
         return (x + self.feedforward(self.feedforward_norm(x)),)
 
 
+class Walk(nn.Module):
+    """The way of the stream through the blocks, a child without parameters. What groups blocks, such as recomputation
+    in segments, replaces it."""
+
+    def forward(self, blocks: Sequence[nn.Module], stream: Stream, **inputs: Tensor | None) -> Stream:
+        for block in blocks:
+            stream = block(*stream, **inputs)
+        return stream
+
+
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head. A stage of a pipeline is the same class with the parts it does not hold set to
     None; blocks keep their index in the whole model as their name."""
@@ -45,6 +57,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embed = Embedding(config)
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
+        self.walk = Walk()
         self.norm = layer_norm(config)
         self.head = Head(config)
         self.tie()
@@ -70,8 +83,7 @@ class Decoder(nn.Module):
         logits."""
         if self.embed is not None:
             stream = (self.embed(tokens, positions),)
-        for block in self.blocks.values():
-            stream = block(*stream, positions=positions, documents=documents)
+        stream = self.walk(tuple(self.blocks.values()), stream, positions=positions, documents=documents)
         if self.norm is None or self.head is None:
             return stream
         return self.head(self.norm(stream[0]), labels, reduction)

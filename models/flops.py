@@ -6,9 +6,10 @@ from models.config import ModelConfig
 def _block_parameters(config: ModelConfig) -> tuple[int, int]:
     """Weights of matrix products, and all other parameters, of one block."""
     dim, ffn = config.dim, config.feedforward_dim
-    matrices = 4 * dim * dim + 2 * dim * ffn
+    keys = config.key_value_heads * (dim // config.heads)
+    matrices = 2 * dim * dim + 2 * dim * keys + 2 * dim * ffn
     norms = 2 * dim * (2 if config.bias else 1)
-    biases = (3 * dim + dim + ffn + dim) if config.bias else 0
+    biases = (dim + 2 * keys + dim + ffn + dim) if config.bias else 0
     return matrices, norms + biases
 
 

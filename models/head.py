@@ -14,24 +14,56 @@ IGNORED = -100  # a label that is not predicted and not counted
 Reduction = Literal["sum", "none"]
 
 
-class Head(nn.Module):
-    """Scores of every token of the vocabulary and, given labels, their cross-entropy. Padding rows of the weight are
-    cut from the scores, so they are never predicted, take no part in the softmax and get no gradient."""
+class TokenLoss(nn.Module):
+    """Scores over the vocabulary to token losses, a child without parameters. What cuts the vocabulary, such as tensor
+    parallelism, replaces it.
+
+    Padding rows of the head are cut from the scores, so they are never predicted, take no part in the softmax and get
+    no gradient."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.vocab_size is not None
         self.vocab_size = config.vocab_size
+        self.softcap = config.logit_softcap
+        self.z_loss = config.z_loss
+
+    def forward(self, scores: Tensor, labels: Tensor | None) -> Tensor:
+        """scores: [batch, seq, rows of the head]; labels: [batch, seq]. Returns logits [batch, seq, vocabulary] without
+        labels; with them each token's cross-entropy [batch, seq] in nats, in float32 or wider.
+
+        The gradient is that of the cross-entropy plus z_loss x logsumexp^2 (Chowdhery et al. 2022, PaLM, 5)."""
+        logits = scores[..., : self.vocab_size]
+        if labels is None:
+            return softcapped(logits, self.softcap)
+        logits = softcapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), self.softcap)
+        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        losses = losses.view_as(labels)
+        if self.z_loss > 0:
+            extra = self.z_loss * logits.logsumexp(-1).square() * (labels != IGNORED)
+            losses = losses + (extra - extra.detach())
+        return losses
+
+
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap x tanh(logits / cap) (Gemma Team 2024, Gemma 2, 2)."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class Head(nn.Module):
+    """Scores of every token of the vocabulary and, given labels, their loss."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.dim))
         specify(self, weight=Spec(Role.head, config.init_std, rows=config.vocab_size))
+        self.loss = TokenLoss(config)
 
     def forward(self, x: Tensor, labels: Tensor | None, reduction: Reduction) -> Tensor:
         """x: [batch, seq, dim]; labels: [batch, seq]. Returns logits [batch, seq, vocabulary] without labels; with them
-        the summed loss of shape (1,), or each token's [batch, seq], in nats and in float32 or wider."""
-        logits = F.linear(x, self.weight)[..., : self.vocab_size]
+        the summed loss of shape (1,), or each token's [batch, seq]."""
+        found = self.loss(F.linear(x, self.weight), labels)
         if labels is None:
-            return logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
+            return found
         # Not a view of the losses: FSDP2 hooks into what the root returns.
-        return losses.sum(0, keepdim=True) if reduction == "sum" else losses.view_as(labels).clone()
+        return found.flatten().sum(0, keepdim=True) if reduction == "sum" else found.clone()

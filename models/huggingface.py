@@ -54,10 +54,15 @@ def _thirds_to_heads(qkv: Tensor, heads: int) -> Tensor:
 
 
 def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a GPT2LMHeadModel. Raises ValueError for a model without biases, which GPT-2 cannot
-    express."""
-    if not config.bias:
-        raise ValueError("Hugging Face's GPT-2 has biases: a model with model.bias=false cannot be written as one")
+    """The config.json of a GPT2LMHeadModel. Raises ValueError for a model that GPT-2 cannot express."""
+    other = {
+        "model.bias=false": not config.bias,
+        f"model.kv_heads={config.kv_heads}": config.key_value_heads != config.heads,
+        "model.fused_qkv=false": not config.fused_qkv,
+        f"model.logit_softcap={config.logit_softcap}": config.logit_softcap is not None,
+    }
+    if differing := [setting for setting, differs in other.items() if differs]:
+        raise ValueError(f"Hugging Face's GPT-2 has no counterpart of {', '.join(differing)}")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -25,8 +25,9 @@ DEVICES = ("auto", "cpu", "cuda")
 # Where a number must lie: keys, test, the rule in words. Null is always let through.
 RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
-        """model.layers model.dim model.heads model.ffn_dim model.context model.vocab_size model.vocab_multiple
-        steps tokens sequence_length batch_sequences batch_tokens data.shuffle_block data.workers data.prefetch
+        """model.layers model.dim model.heads model.kv_heads model.ffn_dim model.context model.vocab_size
+        model.vocab_multiple steps tokens sequence_length batch_sequences batch_tokens
+        data.shuffle_block data.workers data.prefetch
         optimizer.max_skipped evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
         hardware.gpus hardware.ranks_per_host parallel.ep""",
         lambda value: value >= 1,
@@ -40,13 +41,13 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         """seed checkpoint.every checkpoint.keep checkpoint.permanent_every evals.every metrics.sample_tokens
         schedule.warmup_steps schedule.warmup_tokens schedule.decay_steps schedule.decay_tokens
-        optimizer.weight_decay model.init_std parallel.prefetch_forward parallel.prefetch_backward""",
+        optimizer.weight_decay model.init_std model.z_loss parallel.prefetch_forward parallel.prefetch_backward""",
         lambda value: value >= 0,
         "must not be negative",
     ),
     (
-        """optimizer.lr optimizer.eps optimizer.clip epochs max_minutes model.norm_eps parallel.timeout_seconds
-        parallel.bucket_cap_mb hardware.peak_tflops""",
+        """optimizer.lr optimizer.eps optimizer.clip epochs max_minutes model.norm_eps model.logit_softcap
+        parallel.timeout_seconds parallel.bucket_cap_mb hardware.peak_tflops""",
         lambda value: value > 0,
         "must be above 0",
     ),
@@ -284,6 +285,10 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
             reason,
             f"{_written('model.heads', _divisors_around(model.dim, model.heads))}, or {dims}",
         )
+    if _legal_numbers(model.heads, model.kv_heads) and model.heads % model.key_value_heads != 0:
+        reason = f"must divide model.heads={model.heads}"
+        legal = _written("model.kv_heads", _divisors_around(model.heads, model.key_value_heads))
+        yield Problem("model.kv_heads", model.kv_heads, reason, legal)
     length = config.sequence_length
     if length is not None and length > model.context:
         reason = f"is longer than model.context={model.context}, the positions the model has"
