@@ -57,7 +57,7 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.dim))
         specify(self, weight=Spec(Role.head, config.init_std, rows=config.vocab_size))
-        self.loss = TokenLoss(config)
+        self.loss: nn.Module = TokenLoss(config)
 
     def forward(self, x: Tensor, labels: Tensor | None, reduction: Reduction) -> Tensor:
         """x: [batch, seq, dim]; labels: [batch, seq]. Returns logits [batch, seq, vocabulary] without labels; with them

@@ -54,8 +54,13 @@ def parallelize(
     low = compute is not master_dtype(precision)
 
     # Here, in this order: pipeline split, tensor and expert cuts, context, activation checkpointing.
+    if parallel.tp > 1:
+        from parallel.tensor import cut_tensors  # imports DTensor, which takes seconds
+
+        assert mesh is not None
+        cut_tensors(decoder, mesh["tp"])
     compiled = compile_model(decoder, compile, device)
-    if parallel.strategy is Strategy.fsdp2:
+    if parallel.strategy is not Strategy.single and not parallel.torch_ddp:
         assert mesh is not None
         data: DataParallel = Sharded(decoder, mesh, parallel, compute, compute_dtype(reduce))
         materialize(decoder, seed, device, torch.device("cpu") if parallel.cpu_offload else None)

@@ -31,7 +31,7 @@ class ParallelConfig:
     dp_replicate: int = key(1, "copies of the model (or of its shards); -1: the rest of the ranks", Changes.layout)
     dp_shard: int = key(1, "ranks that share one copy of the model's state; -1: the rest of the ranks", Changes.layout)
     cp: int = key(1, "ranks that share a sequence", Changes.layout)
-    tp: int = key(1, "ranks that share each layer", Changes.layout)
+    tp: int = key(1, "ranks that share each layer and cut the sequence between layers; -1: the rest", Changes.layout)
     ep: int = key(1, "ranks that share a layer's experts, borrowed from the other axes", Changes.layout)
     reduce: Reduce = key(
         Reduce.auto,
@@ -41,6 +41,11 @@ class ParallelConfig:
     timeout_seconds: float = key(
         600.0,
         "a collective that waits longer ends the run; the first step may take three times as long",
+        Changes.layout,
+    )
+    async_tp: bool = key(
+        False,
+        "tp: overlap its communication with matrix products (symmetric memory; needs a GPU and compile)",
         Changes.layout,
     )
     # ddp
@@ -65,6 +70,17 @@ class ParallelConfig:
     cpu_offload: bool = key(
         False, "fsdp2: parameters, gradients and optimizer state wait in CPU memory", Changes.layout
     )
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether there is a mesh: a single device has none."""
+        degrees = (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+        return self.strategy is not Strategy.single or any(degree != 1 for degree in degrees)
+
+    @property
+    def torch_ddp(self) -> bool:
+        """Whether torch's DDP serves: where copies are the only axis. Elsewhere FSDP2 keeps whole copies."""
+        return self.strategy is Strategy.ddp and self.tp == 1
 
 
 class Dtype(Enum):

@@ -1,6 +1,7 @@
 """Data parallelism: DDP where copies are the only axis, FSDP2 where the model's state is shared out."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.decoder import Decoder
-from parallel.config import ParallelConfig, Reduce
+from parallel.config import ParallelConfig, Reduce, Strategy
 
 
 class Replicated:
@@ -40,7 +41,8 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
 
 
 class Sharded:
-    """FSDP2 on each block and the root (embedding, last norm and head, which may share a weight)."""
+    """FSDP2 on each block and the root (embedding, last norm and head, which may share a weight). With strategy ddp the
+    shards are whole copies."""
 
     def __init__(
         self, model: Decoder, mesh: DeviceMesh, config: ParallelConfig, compute: torch.dtype, reduce: torch.dtype
@@ -53,6 +55,8 @@ class Sharded:
             fully_shard,
         )
 
+        if config.strategy is Strategy.ddp:
+            config = replace(config, reshard_after_forward=False, reshard_after_backward=False, reduce=Reduce.step)
         pin = mesh.device_type == "cuda"
         options: dict[str, Any] = {
             "mesh": mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"],

@@ -7,7 +7,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.local import is_sharded, local, multiply_
+from parallel.local import is_cut, is_sharded, local, multiply_
+
+
+@torch.no_grad()
+def sum_partial(parameters: list[nn.Parameter]) -> None:
+    """Adds up gradients of which each rank has a part where FSDP2 has not done so: of parameters that all ranks hold
+    and use on their own share of the sequence. One collective for those of the same kind."""
+    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None and is_sharded(gradient) and any(p.is_partial() for p in gradient.placements):
+            kinds[gradient.device_mesh, gradient.placements, gradient.dtype].append(parameter)
+    for (mesh, placements, _), same in kinds.items():
+        whole = torch.cat([local(parameter.grad).flatten() for parameter in same if parameter.grad is not None])
+        for dimension, placement in enumerate(placements):
+            if placement.is_partial():
+                dist.all_reduce(whole, group=mesh.get_group(dimension))
+        for parameter, part in zip(same, whole.split([local(p).numel() for p in same]), strict=True):
+            own: Any = parameter
+            gradient = part.view_as(local(parameter))
+            parameter.grad = type(own).from_local(gradient, mesh, own.placements, run_check=False)
 
 
 @torch.no_grad()
@@ -26,7 +46,7 @@ def global_norm(parameters: list[nn.Parameter]) -> Tensor:
         if kind is not None:
             mesh, placements = kind
             for dimension, placement in enumerate(placements):
-                if placement.is_shard() and mesh.size(dimension) > 1:
+                if is_cut(placement) and mesh.size(dimension) > 1:
                     dist.all_reduce(square, group=mesh.get_group(dimension))
         squares.append(square)
     return torch.stack(squares).sum().sqrt()

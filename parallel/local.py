@@ -1,6 +1,8 @@
 """The part of a tensor that is here. DTensor's modules cost seconds to import, so they are looked at only where a
 tensor is one."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,16 +17,25 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def local_rows(tensor: Tensor) -> tuple[int, int]:
-    """First and past-the-last row of dimension 0 that this rank holds."""
-    if not is_sharded(tensor):
-        return 0, tensor.shape[0]
-    # private; seen to work on torch 2.11 and 2.15
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def local_region(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """First and past-the-last index that this rank holds, for each dimension. Every cut is as torch.chunk makes it.
 
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-    assert tuple(shape[1:]) == tuple(tensor.shape[1:]), "only cuts of dimension 0 are known here"
-    return offset[0], offset[0] + shape[0]
+    The axes of a mesh cut from the last to the first: FSDP2 cuts what tensor parallelism has left."""
+    region = [(0, size) for size in tensor.shape]
+    if is_sharded(tensor):
+        mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+        for axis in reversed(range(mesh.ndim)):
+            if is_cut(placements[axis]):
+                start, stop = region[placements[axis].dim]
+                each = -(-(stop - start) // mesh.size(axis))
+                first = min(start + mesh.get_local_rank(axis) * each, stop)
+                region[placements[axis].dim] = first, min(first + each, stop)
+    return tuple(region)
+
+
+def is_cut(placement: Any) -> bool:
+    """Whether ranks hold different parts. FSDP2's cut of a tensor that is cut already is a placement of its own."""
+    return hasattr(placement, "dim") and not placement.is_partial()
 
 
 def multiply_(tensors: list[Tensor], factor: Tensor) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from models.decoder import Decoder
 from models.init import initial_rows
 from models.roles import parameter_specs
-from parallel.local import is_sharded, local, local_rows
+from parallel.local import is_sharded, local, local_region
 
 
 @torch.no_grad()
@@ -18,8 +18,10 @@ def materialize(model: Decoder, seed: int, device: torch.device, storage: torch.
         model.tie()
     for name, spec in parameter_specs(model).items():
         parameter = model.get_parameter(name)
-        start, stop = local_rows(parameter)
-        values = initial_rows(spec, name, parameter.shape, seed, device, start, stop).to(parameter.dtype)
+        rows, *others = local_region(parameter)
+        values = initial_rows(spec, name, parameter.shape, seed, device, *rows).to(parameter.dtype)
+        for dimension, (start, stop) in enumerate(others, 1):
+            values = values.narrow(dimension, start, stop - start)
         if is_sharded(parameter):
             local(parameter).copy_(values)
         else:

@@ -73,6 +73,13 @@ def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:
     return place, number
 
 
+def random_coordinate(mesh: DeviceMesh | None) -> int:
+    """Ranks of the same number draw the same random numbers in a step. Ranks along tp hold different parts of whatever
+    is random."""
+    place, _ = data_coordinate(mesh)
+    return place if mesh is None else place * mesh["tp"].size() + mesh.get_local_rank("tp")
+
+
 def sum_over(mesh: DeviceMesh | None, axes: Iterable[str], value: Tensor) -> Tensor:
     """Sums a tensor in place over the ranks along the axes."""
     if mesh is not None:

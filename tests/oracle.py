@@ -26,6 +26,15 @@ class Shape:
     context: int
     vocab_size: int
     tied: bool
+    kv_heads: int | None = None
+    bias: bool = True
+    fused: bool = True
+    softcap: float | None = None
+    z_loss: float = 0.0
+
+    @property
+    def groups(self) -> int:
+        return self.kv_heads or self.heads
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         block = f"blocks.{layer}"
         for name, size in {
             "attention_norm": (dim,),
-            "attention.qkv": (3 * dim, dim),
+            **attention_shapes(shape),
             "attention.out": (dim, dim),
             "feedforward_norm": (dim,),
             "feedforward.up": (ffn, dim),
@@ -82,9 +91,18 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             shapes[f"{block}.{name}.weight"] = size
             shapes[f"{block}.{name}.bias"] = (size[0],)
     shapes["norm.weight"] = shapes["norm.bias"] = (dim,)
+    if not shape.bias:
+        shapes = {name: size for name, size in shapes.items() if not name.endswith("bias")}
     if not shape.tied:
         shapes["head.weight"] = (shape.vocab_size, dim)
     return shapes
+
+
+def attention_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    keys = shape.groups * (shape.dim // shape.heads)
+    if shape.fused:
+        return {"attention.qkv": (shape.dim + 2 * keys, shape.dim)}
+    return {"attention.q": (shape.dim, shape.dim), "attention.k": (keys, shape.dim), "attention.v": (keys, shape.dim)}
 
 
 def initial_weights(shape: Shape, seed: int, dtype: torch.dtype) -> Weights:
@@ -124,25 +142,37 @@ def logits(weights: Weights, shape: Shape, tokens: Tensor) -> Tensor:
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
         variance = (centred * centred).mean(-1, keepdim=True)
-        return centred / torch.sqrt(variance + 1e-5) * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+        return centred / torch.sqrt(variance + 1e-5) * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0)
 
     def linear(x: Tensor, name: str) -> Tensor:
-        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+
+    def queries_keys_values(x: Tensor, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """One triple a head. Rows of qkv: the queries of a group's heads, its keys, its values, the next group's."""
+        size, shared = head_dim, shape.heads // shape.groups
+        if not shape.fused:
+            q, k, v = (linear(x, f"{name}.{part}").split(size, dim=-1) for part in "qkv")
+            return [(q[head], k[head // shared], v[head // shared]) for head in range(shape.heads)]
+        parts = linear(x, f"{name}.qkv").split(size, dim=-1)
+        first = [head // shared * (shared + 2) for head in range(shape.heads)]
+        return [
+            (parts[start + head % shared], parts[start + shared], parts[start + shared + 1])
+            for head, start in enumerate(first)
+        ]
 
     x = weights["embed.tokens.weight"][tokens] + weights["embed.positions.weight"][:seq]
     for layer in range(shape.layers):
         block = f"blocks.{layer}"
-        qkv = linear(norm(x, f"{block}.attention_norm"), f"{block}.attention.qkv")
         heads = []
-        for head in range(shape.heads):  # rows of qkv: a head's queries, its keys, its values, then the next head's
-            q, k, v = qkv[..., 3 * head * head_dim : 3 * (head + 1) * head_dim].split(head_dim, dim=-1)
+        for q, k, v in queries_keys_values(norm(x, f"{block}.attention_norm"), f"{block}.attention"):
             scores = (q @ k.transpose(1, 2) / math.sqrt(head_dim)).masked_fill(future, -math.inf)
             heads.append(scores.softmax(-1) @ v)
         x = x + linear(torch.cat(heads, dim=-1), f"{block}.attention.out")
         hidden = linear(norm(x, f"{block}.feedforward_norm"), f"{block}.feedforward.up")
         hidden = 0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
         x = x + linear(hidden, f"{block}.feedforward.down")
-    return norm(x, "norm") @ weights["embed.tokens.weight" if shape.tied else "head.weight"].T
+    scores = norm(x, "norm") @ weights["embed.tokens.weight" if shape.tied else "head.weight"].T
+    return scores if shape.softcap is None else shape.softcap * torch.tanh(scores / shape.softcap)
 
 
 def train(shape: Shape, seed: int, dtype: torch.dtype, batches: list[Batch], recipe: Recipe) -> Trajectory:
@@ -154,8 +184,10 @@ def train(shape: Shape, seed: int, dtype: torch.dtype, batches: list[Batch], rec
     for batch, lr in zip(batches, recipe.lrs, strict=True):
         scores = logits(weights, shape, batch.tokens)
         loss = F.cross_entropy(scores.flatten(0, 1), batch.labels.flatten())  # the mean over labels that are not -100
+        predicted = batch.labels != -100
+        squares = torch.where(predicted, scores.logsumexp(-1) ** 2, 0)
         optimizer.zero_grad()
-        loss.backward()
+        (loss + shape.z_loss * squares.sum() / predicted.sum()).backward()
         gradients = {name: _gradient(value).clone() for name, value in weights.items()}
         norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
         if recipe.clip is not None and norm > recipe.clip:

@@ -9,7 +9,7 @@ import torch
 from models.flops import flops_per_token, parameters
 from parallel.apply import Spread, parallelize
 from parallel.config import Dtype
-from parallel.mesh import data_coordinate
+from parallel.mesh import data_coordinate, random_coordinate
 from parallel.precision import settle
 from training import memory
 from training.check import describe
@@ -108,7 +108,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         config=config,
         steps=config.steps,
         step_tokens=speed.step_tokens,
-        data_rank=data_coordinate(place.mesh)[0],
+        random_coordinate=random_coordinate(place.mesh),
         ranks=place.ranks,
         batches=build_batches(config, place, text),
         step=step,

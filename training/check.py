@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from models.config import Attention
-from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
+from parallel.config import Dtype, ParallelConfig, Reduce, Scope, Strategy
 from training.config import Config, DataKind, Load, ScheduleKind, TokenizerKind, leaves
 from training.inputs import input_problems
 from training.keys import keys, nearest, show
@@ -191,7 +191,7 @@ def _ranks(number: int) -> str:
 
 def _parallel(config: Config, world: World) -> Iterator[Problem]:
     parallel = config.parallel
-    for axis, what in (("pp", "pipeline"), ("cp", "context"), ("tp", "tensor"), ("ep", "expert")):
+    for axis, what in (("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
         if getattr(parallel, axis) != 1:
             yield Problem(
                 f"parallel.{axis}",
@@ -200,6 +200,7 @@ def _parallel(config: Config, world: World) -> Iterator[Problem]:
                 f"parallel.{axis}=1",
             )
     yield from _strategy(parallel, world)
+    yield from _tensor(config)
     reshard, shards = parallel.reshard_after_forward, parallel.dp_shard
     whole = parallel.strategy is Strategy.fsdp2 and shards >= 1
     if whole and not isinstance(reshard, bool) and (reshard < 1 or shards % reshard != 0):
@@ -237,11 +238,17 @@ def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
             if degrees[name] > 1:
                 instead = "parallel=ddp" if name == "dp_replicate" else "parallel=fsdp2"
                 yield Problem(f"parallel.{name}", degrees[name], "parallel=single uses one rank", instead)
-        if world.ranks > 1 and math.prod(degrees.values()) == 1:
+        used = math.prod(degrees.values())
+        if world.ranks > 1 and used == 1:
             reason = f"uses one rank, and there are {world.ranks}"
             yield Problem(
                 "parallel", "single", reason, "parallel=fsdp2 or parallel=ddp, or start one rank with `python train.py`"
             )
+        elif degrees["tp"] > 1 and used != world.ranks:
+            instead = f"parallel.tp={world.ranks}"
+            if world.ranks % used == 0:
+                instead += f", or parallel=fsdp2 parallel.tp={used} for the others to share the model's state"
+            yield Problem("parallel.tp", used, f"uses {used} ranks, and there are {world.ranks}", instead)
         return
     if parallel.strategy is Strategy.ddp and degrees["dp_shard"] != 1:
         yield Problem(
@@ -251,27 +258,70 @@ def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
             "parallel=fsdp2 or parallel=hsdp",
         )
         return
-    replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
     illegal = any(degree < 1 and degree != -1 for degree in degrees.values()) or world.ranks < 1
-    if illegal or math.prod((degrees["pp"], degrees["cp"], degrees["tp"])) != 1 or replicate * shard == world.ranks:
+    if illegal or degrees["pp"] != 1 or degrees["cp"] != 1 or degrees["tp"] == -1:
         return
+    if world.ranks % degrees["tp"] != 0:
+        reason = f"does not divide the {_ranks(world.ranks)} there are"
+        legal = _written("parallel.tp", _divisors_around(world.ranks, degrees["tp"]))
+        yield Problem("parallel.tp", degrees["tp"], reason, legal)
+        return
+    there = world.ranks // degrees["tp"]  # for data parallelism
+    replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
+    if replicate * shard == there:
+        return
+    ranks = _ranks(there) + (f" (times tp {degrees['tp']})" if degrees["tp"] > 1 else "")
     if parallel.strategy is Strategy.ddp:
-        reason = f"there are {_ranks(world.ranks)}, each with a copy of the model"
+        reason = f"there are {ranks}, each with a copy of the model"
         yield Problem(
-            "parallel.dp_replicate", replicate, reason, f"parallel.dp_replicate={world.ranks}, or -1 for all there are"
+            "parallel.dp_replicate", replicate, reason, f"parallel.dp_replicate={there}, or -1 for all there are"
         )
         return
     name, degree = ("dp_shard", shard) if shard != -1 else ("dp_replicate", replicate)
-    pairs = [(legal, world.ranks // legal) for legal in _divisors_around(world.ranks, degree)]
+    pairs = [(legal, there // legal) for legal in _divisors_around(there, degree)]
     if name == "dp_replicate":
         pairs = [(second, first) for first, second in pairs]
     written = " x ".join(f"{n}={d}" for n, d in (("dp_replicate", replicate), ("dp_shard", shard)) if d != -1)
     if -1 in (replicate, shard):
-        reason = f"{written} does not divide the {_ranks(world.ranks)} there are"
+        reason = f"{written} does not divide the {ranks} there are"
     else:
-        reason = f"{written} is {replicate * shard}, and there are {_ranks(world.ranks)}"
+        reason = f"{written} is {replicate * shard}, and there are {ranks}"
     choices = " or ".join(f"parallel.dp_shard={s} parallel.dp_replicate={r}" for s, r in pairs)
     yield Problem(f"parallel.{name}", degree, reason, f"{choices}; or -1 in one of them for the ranks that are left")
+
+
+def _tensor(config: Config) -> Iterator[Problem]:
+    """What tensor parallelism cuts must divide, or be enough for every rank to have some."""
+    model, parallel, tp = config.model, config.parallel, config.parallel.tp
+    if parallel.async_tp:
+        if tp == 1:
+            yield Problem("parallel.async_tp", True, "there is no tensor parallelism", "parallel.tp=2, or leave it out")
+        if config.hardware.device == "cpu":
+            reason = "needs a GPU's symmetric memory, and hardware.device is cpu"
+            yield Problem("parallel.async_tp", True, reason, "parallel.async_tp=false")
+        if config.compile.scope is Scope.none:
+            reason = "is done by the compiler, and compile.scope is none"
+            yield Problem("parallel.async_tp", True, reason, "compile=block, or parallel.async_tp=false")
+    if tp < 2:
+        return
+    heads, kv_heads = model.heads, model.key_value_heads
+    if _legal_numbers(heads, kv_heads) and (heads % tp != 0 or kv_heads % tp != 0):
+        cut = f"model.heads={heads}" if heads == kv_heads else f"model.heads={heads} and model.kv_heads={kv_heads}"
+        legal = _written("parallel.tp", _divisors_around(math.gcd(heads, kv_heads), tp))
+        yield Problem("parallel.tp", tp, f"heads are shared out whole, and it does not divide {cut}", legal)
+    for name, length in (("sequence_length", config.sequence_length), ("model.context", model.context)):
+        if length is not None and length >= 1 and length % tp != 0:
+            instead = (
+                f"{_written(name, _around(length, tp))}, or {_written('parallel.tp', _divisors_around(length, tp))}"
+            )
+            yield Problem(name, length, f"sequences are cut into parallel.tp={tp} equal parts", instead)
+    if 1 <= model.feedforward_dim < tp:
+        yield Problem("model.ffn_dim", model.feedforward_dim, f"is less than parallel.tp={tp}", f"model.ffn_dim={tp}")
+    if parallel.strategy is Strategy.ddp:
+        for name in DDP_KEYS:
+            if getattr(parallel, name) != getattr(ParallelConfig(), name):
+                reason = "is a key of torch's DDP, which serves where parallel.tp is 1"
+                yield Problem(f"parallel.{name}", getattr(parallel, name), reason, "leave it out")
 
 
 def _model(config: Config, world: World) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ class Run:
     config: Config
     steps: int
     step_tokens: int
-    data_rank: int
+    random_coordinate: int
     ranks: Ranks
     batches: Batches
     step: Step
@@ -54,7 +54,7 @@ def train(run: Run, steps_done: int) -> Stopped | None:
         for batch in batches:
             step, lr = batch.step + 1, run.schedule.lr(batch.step)
             run.step_begun = step
-            seed_step(run.config.seed, batch.step, run.data_rank)
+            seed_step(run.config.seed, batch.step, run.random_coordinate)
             run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr))
 
             first, last = step == steps_done + 1, step == run.steps

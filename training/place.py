@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.config import Strategy
 from parallel.mesh import build_mesh, launched, start_process_group
 from training.config import Config
 from training.faults import Stopped, StopRequest
@@ -92,7 +91,7 @@ def find_device(wanted: str) -> torch.device:
 
 def connect(config: Config, place: Place) -> None:
     """The process group and the mesh. A single device has neither."""
-    if config.parallel.strategy is not Strategy.single:
+    if config.parallel.on_mesh:
         place.ranks = Ranks(start_process_group(place.device, config.parallel.timeout_seconds))
         place.mesh = build_mesh(config.parallel, place.device)
 

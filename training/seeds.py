@@ -9,9 +9,9 @@ import torch
 from models.derive import derive
 
 
-def seed_step(seed: int, step: int, data_rank: int) -> None:
-    """Seeds python, numpy, torch and its devices for one step of the ranks that see the same sequences."""
-    value = derive(seed, "step", step, data_rank)
+def seed_step(seed: int, step: int, coordinate: int) -> None:
+    """Seeds python, numpy, torch and its devices for one step of a rank (parallel.mesh.random_coordinate)."""
+    value = derive(seed, "step", step, coordinate)
     random.seed(value)
     numpy.random.seed(value % 2**32)
     torch.manual_seed(value)

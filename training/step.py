@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.apply import Spread
-from parallel.gradients import clip, global_norm
+from parallel.gradients import clip, global_norm, sum_partial
 from parallel.mesh import DATA_AXES, sum_over
 from training.optimizers.base import Optimizer
 
@@ -59,6 +59,7 @@ class Step:
                 self.phase = "the backward pass"
                 (loss / divisor).sum().backward()
                 loss_sum += loss.detach().sum()
+        sum_partial(self.parameters)
         norm = global_norm(self.parameters)
         skipped = (~torch.isfinite(norm) | (everyone == 0)).to(torch.float32)
         return StepResult(loss_sum, everyone, norm, skipped)

@@ -22,9 +22,15 @@ VOCABULARY = 67
 
 # No size divides by 2 or 4: every shard is uneven. The second model has a head of its own and a padded vocabulary.
 SIZES = "model.layers=3 model.dim=30 model.heads=3 model.ffn_dim=34 model.context=17"
+# Heads are shared out whole; what else tensor parallelism cuts does not divide by 4, the vocabulary not by 2 either.
+TP_SIZES = "model.layers=3 model.dim=40 model.heads=8 model.ffn_dim=34 model.context=20"
 MODELS = {
     "tied": f"{SIZES} model.tied_head=true model.vocab_multiple=1",
     "untied": f"{SIZES} model.tied_head=false model.vocab_multiple=128",
+    "tied for tp": f"{TP_SIZES} model.tied_head=true model.vocab_multiple=1",
+    "untied for tp": f"{TP_SIZES} model.tied_head=false model.vocab_multiple=128",
+    "grouped heads": f"{TP_SIZES} model.kv_heads=4 model.bias=false model.logit_softcap=3.0 model.z_loss=0.01",
+    "three matrices": f"{TP_SIZES} model.kv_heads=4 model.fused_qkv=false model.tied_head=false",
 }
 OPTIMIZERS = {
     "sgd": "optimizer=sgd optimizer.beta1=0.9 optimizer.weight_decay=0.1",
@@ -70,7 +76,7 @@ def config_of(case: Case) -> Config:
     asked = copy.deepcopy(_composed(layout.overrides)[0])
     config.parallel, config.compile = asked.parallel, asked.compile
     config.batch_sequences = SEQUENCES
-    config.micro_batch = SEQUENCES // layout.ranks // case.accumulation
+    config.micro_batch = SEQUENCES // (layout.ranks // max(asked.parallel.tp, 1)) // case.accumulation
     world = World(layout.ranks, layout.ranks_per_host)
     resolve(config, world, chosen)
     problems = check(config, world)
@@ -82,7 +88,15 @@ def config_of(case: Case) -> Config:
 def shape_of(config: Config) -> Shape:
     model = config.model
     sizes = (model.layers, model.dim, model.heads, model.feedforward_dim, model.context, VOCABULARY)
-    return Shape(*sizes, tied=model.tied_head)
+    return Shape(
+        *sizes,
+        tied=model.tied_head,
+        kv_heads=model.kv_heads,
+        bias=model.bias,
+        fused=model.fused_qkv,
+        softcap=model.logit_softcap,
+        z_loss=model.z_loss,
+    )
 
 
 def recipe_of(config: Config) -> Recipe:

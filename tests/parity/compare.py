@@ -1,6 +1,5 @@
 """Runs cases on the ranks with the code that train.py runs, and measures how far they are from the oracle."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel.apply import Spread, parallelize
-from parallel.config import Strategy
 from parallel.mesh import build_mesh, data_coordinate, start_process_group
 from parallel.precision import settle
 from tests.oracle import Batch, Trajectory, Weights
@@ -84,6 +82,9 @@ BOUNDS = {
 }
 
 
+Region = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class Whole:
     """Full tensors put together from all ranks, and whether ranks that hold the same part hold the same bits."""
@@ -111,21 +112,30 @@ def gather(tensors: Mapping[str, Tensor]) -> Whole:
     dist.all_gather_object(parts, {name: part(tensor.detach()) for name, tensor in tensors.items()})
     values, equal = {}, True
     for name, tensor in tensors.items():
-        by_start: dict[int, Tensor] = {}
-        for start, rows in (of_rank[name] for of_rank in parts):
-            equal &= torch.equal(by_start.setdefault(start, rows), rows)
-        values[name] = torch.cat([by_start[start] for start in sorted(by_start)])
-        assert values[name].shape == tensor.shape
+        values[name] = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
+        regions: dict[Region, Tensor] = {}
+        for region, held in (of_rank[name] for of_rank in parts):
+            equal &= torch.equal(regions.setdefault(region, held), held)
+            values[name][tuple(slice(*ends) for ends in region)] = held
+        assert sum(held.numel() for held in regions.values()) == tensor.numel()
     return Whole(values, equal)
 
 
-def part(tensor: Tensor) -> tuple[int, Tensor]:
-    """The first row that this rank holds, and its rows. Shards are as equal as torch.chunk makes them."""
+def part(tensor: Tensor) -> tuple[Region, Tensor]:
+    """Where the part that this rank holds begins and ends in each dimension, and the part. Shards are as equal as
+    torch.chunk makes them; the axes of the mesh cut from the last to the first."""
+    region = [(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
-        return 0, tensor
-    (place,) = (place for place, kind in enumerate(tensor.placements) if kind.is_shard(dim=0))
-    each = math.ceil(tensor.shape[0] / tensor.device_mesh.size(place))
-    return min(tensor.device_mesh.get_local_rank(place) * each, tensor.shape[0]), tensor.to_local()
+        return tuple(region), tensor
+    for axis, kind in reversed(list(enumerate(tensor.placements))):
+        assert not kind.is_partial()
+        if not kind.is_replicate():
+            first, last = region[kind.dim]  # type: ignore[attr-defined]
+            chunks = torch.arange(first, last).chunk(tensor.device_mesh.size(axis))
+            here = tensor.device_mesh.get_local_rank(axis)
+            mine = chunks[here].tolist() if here < len(chunks) else []
+            region[kind.dim] = (mine[0], mine[-1] + 1) if mine else (last, last)  # type: ignore[attr-defined]
+    return tuple(region), tensor.to_local()
 
 
 def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]:
@@ -136,13 +146,14 @@ def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]
     return spread, WatchedStep(spread, mesh, optimizer, config.optimizer.clip)
 
 
-def mesh_of(config: Config, known: dict[tuple[int, int], DeviceMesh]) -> DeviceMesh | None:
+def mesh_of(config: Config, known: dict[tuple[int, ...], DeviceMesh]) -> DeviceMesh | None:
     """A mesh makes process groups, which add up; cases of the same degrees share one."""
-    degrees = config.parallel.dp_replicate, config.parallel.dp_shard
-    if config.parallel.strategy is Strategy.single:
+    parallel = config.parallel
+    degrees = parallel.dp_replicate, parallel.dp_shard, parallel.tp
+    if not parallel.on_mesh:
         return None
     if degrees not in known:
-        known[degrees] = build_mesh(config.parallel, CPU)
+        known[degrees] = build_mesh(parallel, CPU)
     return known[degrees]
 
 
@@ -151,7 +162,7 @@ def run_cases(cases: list[tuple[Case, Config]], folder: Path) -> list[Difference
     group = start_process_group(CPU, timeout_seconds=60)
     try:
         found: list[Differences] = []
-        meshes: dict[tuple[int, int], DeviceMesh] = {}
+        meshes: dict[tuple[int, ...], DeviceMesh] = {}
         for case, config in cases:
             try:
                 found.append(run_case(case, config, mesh_of(config, meshes), folder, Ranks(group)))

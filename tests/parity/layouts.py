@@ -64,3 +64,19 @@ COMPILED = [
     layout(2, "parallel=ddp compile=block"),
     layout(2, "parallel=fsdp2 compile=block"),
 ]
+
+# Tensor parallelism alone and with every way of data parallelism.
+TENSOR = [
+    layout(2, "parallel=tp"),
+    layout(4, "parallel=tp"),
+    *[
+        layout(4, f"{overrides} parallel.tp=2")
+        for overrides in (
+            "parallel=ddp",
+            "parallel=zero1",
+            "parallel=fsdp2",
+            "parallel=fsdp2 parallel.reshard_after_forward=false",
+        )
+    ],
+    layout(8, "parallel=hsdp parallel.tp=2", 4),
+]

@@ -9,7 +9,7 @@ import torch
 from tests.oracle import train
 from tests.parity.cases import SEED, Case, Training, batches, config_of, recipe_of, shape_of
 from tests.parity.compare import BOUNDS, Differences, run_cases
-from tests.parity.layouts import COMPILED, MAIN, OPTIONS, STATIC_GRAPH
+from tests.parity.layouts import COMPILED, MAIN, OPTIONS, STATIC_GRAPH, TENSOR
 from tests.parity.table import TABLE
 from tests.ranks import RanksFailed, run_ranks
 
@@ -19,6 +19,12 @@ FLOAT64 = {
     3: [Training("untied", "sgd", "fp64"), Training("tied", "adamw", "fp64")],
 }
 FLOAT32 = [Training("tied", "sgd", "fp32"), Training("untied", "adamw", "fp32")]
+
+# The same for tensor parallelism, with the models whose heads it can share out.
+TENSOR_FLOAT64 = {
+    1: [Training("tied for tp", "sgd", "fp64"), Training("grouped heads", "adamw", "fp64")],
+    3: [Training("untied for tp", "adamw", "fp64"), Training("three matrices", "sgd", "fp64")],
+}
 
 CASES = [
     *[
@@ -31,6 +37,14 @@ CASES = [
     Case(STATIC_GRAPH, 1, Training("tied", "sgd", "fp64")),
     *[Case(layout, 3, training) for layout in MAIN if layout.ranks == 4 for training in FLOAT32],
     *[Case(MAIN[0], 1, training) for training in FLOAT32],
+    *[
+        Case(layout, times, training)
+        for layout in TENSOR
+        for times, trainings in TENSOR_FLOAT64.items()
+        for training in trainings
+    ],
+    *[Case(layout, 3, Training("grouped heads", "sgd", "fp32")) for layout in TENSOR if layout.ranks == 4],
+    *[Case(MAIN[0], times, training) for times, trainings in TENSOR_FLOAT64.items() for training in trainings],
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],
 ]
 

@@ -1,0 +1,215 @@
+"""Tensor and sequence parallelism: how each part of a model is cut along `tp`.
+
+Between parts the residual stream is cut along the sequence. A part that mixes tokens gathers the sequence, works on its
+share of the heads, features or vocabulary, and gives back sums that are scattered over the sequence again (Korthikanti
+et al. 2022, Reducing Activation Recomputation in Large Transformer Models). What each rank holds stays a DTensor on
+`tp`, so that FSDP2, checkpoints and norms see the whole parameter."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives  # documented; has no public name. torch 2.11, 2.15
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from models.attention import Attention
+from models.decoder import Decoder
+from models.embedding import Embedding
+from models.feedforward import FeedForward
+from models.head import IGNORED, Head, TokenLoss, softcapped
+from parallel.local import local_region
+
+SEQUENCE = Shard(1)  # of [batch, seq, dim]
+
+Row = Mapping[str, ParallelStyle]  # the style of each child; of the part itself under ""
+
+
+class ShardedPositions(ParallelStyle):
+    """A table read at the positions of this rank's share of the sequence. Takes all positions, gives local vectors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        hooks: Any = (self._share, _to_local)  # annotated in torch as if hooks gave nothing back
+        return distribute_module(module, device_mesh, _replicate, *hooks)
+
+    @staticmethod
+    def _share(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
+        positions = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+        return positions.redistribute(placements=[Shard(positions.ndim - 1)])
+
+
+class VocabularyTable(ParallelStyle):
+    """A table whose rows are cut. Takes all tokens, gives the vectors of this rank's share of the sequence. (torch's
+    RowwiseParallel gives every rank the gradient of the whole table.)"""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_module(module, device_mesh, partial(_cut, placement=Shard(0)))
+        module.forward = partial(_look_up, module, device_mesh)
+        return module
+
+
+def _look_up(table: nn.Module, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
+    """tokens: [batch, seq]. Returns [batch, seq / ranks, dim]."""
+    weight: Any = table.weight
+    first, stop = local_region(weight)[0]
+    here = (tokens >= first) & (tokens < stop)
+    vectors = F.embedding(torch.where(here, tokens - first, 0), weight.to_local()) * here.unsqueeze(-1)
+    return (
+        DTensor.from_local(vectors, mesh, [Partial()], run_check=False).redistribute(placements=[SEQUENCE]).to_local()
+    )
+
+
+class VocabularyParallel(ParallelStyle):
+    """Rows of the head are cut, and the loss is made of each rank's scores: they are never gathered. Takes a share of
+    the sequence, gives the losses of all of it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Head) and isinstance(module.loss, TokenLoss)
+        distribute_module(module, device_mesh, partial(_cut, placement=Shard(0)))
+        module.loss = VocabularyParallelLoss(module.loss, module)
+        return parallelize_module(module, device_mesh, _gathers(3))
+
+
+def _cut(name: str, module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    for own_name, parameter in list(module.named_parameters(recurse=False)):
+        cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        module.register_parameter(own_name, nn.Parameter(cut))
+
+
+_replicate = partial(_cut, placement=Replicate())
+
+
+def _to_local(module: nn.Module, outputs: DTensor, mesh: DeviceMesh) -> Tensor:
+    return outputs.to_local()
+
+
+def _gathers(inputs: int) -> ParallelStyle:
+    """A part whose first input is a share of the sequence and is needed whole."""
+    others = (None,) * (inputs - 1)
+    return PrepareModuleInput(input_layouts=(SEQUENCE, *others), desired_input_layouts=(Replicate(), *others))
+
+
+# How each part is cut. Each takes the stream as a share of the sequence and gives it back as one; Head gives losses.
+# Subclasses have their parent's row; users add rows for parts of their own.
+ROWS: dict[type[nn.Module], Row] = {
+    Embedding: {
+        "tokens": VocabularyTable(),
+        "positions": ShardedPositions(),
+    },
+    Attention: {
+        "": _gathers(3),
+        "qkv": ColwiseParallel(),
+        "q": ColwiseParallel(),
+        "k": ColwiseParallel(),
+        "v": ColwiseParallel(),
+        "out": RowwiseParallel(output_layouts=SEQUENCE),
+    },
+    FeedForward: {
+        "": _gathers(1),
+        "up": ColwiseParallel(use_local_output=False),  # a DTensor knows its width where it does not divide
+        "down": RowwiseParallel(output_layouts=SEQUENCE),
+    },
+    nn.LayerNorm: {"": SequenceParallel()},
+    Head: {"": VocabularyParallel()},
+}
+
+
+def cut_tensors(model: Decoder, mesh: DeviceMesh) -> None:
+    """Cuts every part of a model on the meta device along a mesh of one axis. Raises LookupError that names parts with
+    parameters and without a row."""
+    without = [f"{name} ({type(part).__name__})" for name, part in _parts(model) if row_of(part) is None]
+    if without:
+        raise LookupError(f"tensor parallelism has no row for {', '.join(without)}: add one to parallel.tensor.ROWS")
+    for _, part in list(_parts(model)):
+        for child, style in (row_of(part) or {}).items():
+            target = part if child == "" else getattr(part, child, None)
+            if target is not None:
+                parallelize_module(target, mesh, style)
+    model.tie()
+
+
+def row_of(part: nn.Module) -> Row | None:
+    """The row of a part's class, or of the nearest class it inherits from."""
+    return next((ROWS[kind] for kind in type(part).__mro__ if kind in ROWS), None)
+
+
+def _parts(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The outermost modules that have a row, or parameters of their own and none."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_children():
+        own = any(True for _ in module.parameters(recurse=False))
+        if own or row_of(module) is not None:
+            found.append((prefix + name, module))
+        else:
+            found += _parts(module, f"{prefix}{name}.")
+    return found
+
+
+class VocabularyParallelLoss(nn.Module):
+    """TokenLoss on scores of which each rank has those of its rows of the head."""
+
+    def __init__(self, whole: TokenLoss, head: Head) -> None:
+        super().__init__()
+        self.vocab_size, self.softcap, self.z_loss = whole.vocab_size, whole.softcap, whole.z_loss
+        weight: Any = head.weight
+        self.first = local_region(weight)[0][0]
+        self.group = weight.device_mesh.get_group()
+
+    def forward(self, scores: DTensor, labels: Tensor | None) -> Tensor:
+        """scores: [batch, seq, rows of the head], cut along the last dimension. Returns what TokenLoss does."""
+        if labels is None:
+            return softcapped(scores.full_tensor()[..., : self.vocab_size], self.softcap)
+        own = scores.to_local()
+        own = softcapped(own.to(torch.promote_types(own.dtype, torch.float32)), self.softcap)
+        padded = self.first + own.shape[-1] - self.vocab_size
+        if padded > 0:
+            columns = torch.arange(self.first, self.first + own.shape[-1], device=own.device)
+            own = own.masked_fill(columns >= self.vocab_size, -torch.inf)
+        losses: Tensor = _VocabularyParallelCrossEntropy.apply(own, labels, self.first, self.z_loss, self.group)
+        return losses
+
+
+class _VocabularyParallelCrossEntropy(torch.autograd.Function):
+    """logsumexp(scores) - score of the label, from shares of the scores (Shoeybi et al. 2019, Megatron-LM, 3).
+
+    Two all-reduces of a number a token: the maximum, then the sum of exponentials with the label's score."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, labels: Tensor, first: int, z_loss: float, group: Any) -> Tensor:
+        """scores: [batch, seq, share]; labels: [batch, seq]."""
+        maximum = _all_reduce(scores.amax(-1), "max", group)
+        shifted = scores - maximum.unsqueeze(-1)
+        here = (labels >= first) & (labels < first + scores.shape[-1])
+        places = torch.where(here, labels - first, 0).unsqueeze(-1)
+        picked = torch.where(here, shifted.gather(-1, places).squeeze(-1), 0)
+        exponentials = shifted.exp_()
+        sums = _all_reduce(torch.stack([exponentials.sum(-1), picked]), "sum", group)
+        log_sum = sums[0].log()
+        counted = labels != IGNORED
+        shares = exponentials.div_(sums[0].unsqueeze(-1))
+        slope = counted * (1 + 2 * z_loss * (log_sum + maximum))
+        ctx.save_for_backward(shares, places, here & counted, slope)
+        return torch.where(counted, log_sum - sums[1], 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        shares, places, picked, slope = ctx.saved_tensors
+        scores = shares * (slope * gradient).unsqueeze(-1)
+        scores.scatter_add_(-1, places, -(picked * gradient).unsqueeze(-1))
+        return scores, None, None, None, None
+
+
+def _all_reduce(value: Tensor, operation: str, group: Any) -> Tensor:
+    reduced: Tensor = collectives.all_reduce(value, operation, group)
+    return collectives.wait_tensor(reduced)
