@@ -55,10 +55,12 @@ def parallelize(
 
     # Here, in this order: pipeline split, tensor and expert cuts, context, activation checkpointing.
     if parallel.tp > 1:
-        from parallel.tensor import cut_tensors  # imports DTensor, which takes seconds
+        from parallel.tensor import cut_tensors, overlap_communication  # imports DTensor, which takes seconds
 
         assert mesh is not None
         cut_tensors(decoder, mesh["tp"])
+        if parallel.async_tp:
+            overlap_communication(mesh["tp"])
     compiled = compile_model(decoder, compile, device)
     if parallel.strategy is not Strategy.single and not parallel.torch_ddp:
         assert mesh is not None

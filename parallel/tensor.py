@@ -139,6 +139,17 @@ def cut_tensors(model: Decoder, mesh: DeviceMesh) -> None:
     model.tie()
 
 
+def overlap_communication(mesh: DeviceMesh) -> None:
+    """Lets the compiler cut gathers and scatters beside matrix products into pieces that run while the product does
+    (async tensor parallelism). Private in torch, with no public door; the names are those of torch 2.11 and 2.15. Not
+    yet run on a GPU."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
 def row_of(part: nn.Module) -> Row | None:
     """The row of a part's class, or of the nearest class it inherits from."""
     return next((ROWS[kind] for kind in type(part).__mro__ if kind in ROWS), None)

@@ -66,6 +66,9 @@ def find_place(config: Config, world: World) -> Place:
     assert config.name is not None
     rank = int(os.environ.get("RANK", "0"))
     device = find_device(config.hardware.device)
+    if config.parallel.async_tp and device.type != "cuda":
+        reason = f"needs a GPU's symmetric memory, and the device is {device.type}"
+        raise Refusal([Problem("parallel.async_tp", True, reason, "parallel.async_tp=false")])
     make_deterministic(config.deterministic)
     folder = RunFolder(config.out, config.name)
     console = Console() if rank == 0 else Silent()

@@ -39,10 +39,15 @@ def test_parameters_of_gpt2(size: str) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("ffn_dim", [None, 50])
-def test_parameters_of_other_shapes(bias: bool, tied: bool, ffn_dim: int | None) -> None:
-    config = tiny(bias=bias, tied_head=tied, ffn_dim=ffn_dim, vocab_multiple=1)
+@pytest.mark.parametrize("kv_heads", [None, 1])
+@pytest.mark.parametrize("fused", [True, False])
+def test_parameters_of_other_shapes(
+    bias: bool, tied: bool, ffn_dim: int | None, kv_heads: int | None, fused: bool
+) -> None:
+    shape = {"bias": bias, "tied_head": tied, "ffn_dim": ffn_dim, "kv_heads": kv_heads, "fused_qkv": fused}
+    config = tiny(**shape, vocab_multiple=1)
     assert parameters(config) == sum(parameter.numel() for parameter in Decoder(config).parameters())
-    assert parameters(tiny(bias=bias, tied_head=tied, ffn_dim=ffn_dim, vocab_multiple=128)) == parameters(config)
+    assert parameters(tiny(**shape, vocab_multiple=128)) == parameters(config)
 
 
 def counted_flops(config: ModelConfig, batch: int, seq: int) -> int:
@@ -61,8 +66,9 @@ def counted_flops(config: ModelConfig, batch: int, seq: int) -> int:
     [
         tiny(vocab_multiple=1, attention=Kernel.math),
         tiny(vocab_multiple=1, attention=Kernel.math, tied_head=False, bias=False, ffn_dim=50, layers=3),
+        tiny(vocab_multiple=1, attention=Kernel.math, heads=6, kv_heads=2),
     ],
-    ids=["tied", "untied"],
+    ids=["tied", "untied", "grouped heads"],
 )
 @pytest.mark.parametrize("seq", [16, 5])
 def test_flops_are_those_of_torchs_counter(config: ModelConfig, seq: int) -> None:

@@ -173,6 +173,52 @@ def test_reshard_divides_the_shards() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("values", "key", "reason", "instead"),
+    [
+        ({"parallel__tp": 3}, "parallel.tp", "does not divide the 8 ranks", "parallel.tp=2 or parallel.tp=4"),
+        ({"parallel__tp": 8}, "parallel.tp", "model.heads=12", "parallel.tp=6 or parallel.tp=12"),
+        ({"model__kv_heads": 2, "parallel__tp": 4}, "parallel.tp", "model.kv_heads=2", "parallel.tp=2"),
+        ({"model__kv_heads": 5, "parallel__tp": 1}, "model.kv_heads", "must divide", "model.kv_heads=4 or model.kv_heads=6"),
+        ({"sequence_length": 90}, "sequence_length", "equal parts", "sequence_length=88 or sequence_length=92"),
+        ({"model__context": 130}, "model.context", "equal parts", "model.context=128 or model.context=132"),
+        ({"model__ffn_dim": 3}, "model.ffn_dim", "less than", "model.ffn_dim=4"),
+        ({"parallel__dp_shard": 4}, "parallel.dp_shard", "there are 2 ranks (times tp 4)", "parallel.dp_shard=2"),
+        ({"parallel__async_tp": True, "hardware__device": "cpu"}, "parallel.async_tp", "GPU", "async_tp=false"),
+        ({"parallel__async_tp": True, "compile__scope": "none"}, "parallel.async_tp", "compiler", "compile=block"),
+        ({"parallel__async_tp": True, "parallel__tp": 1}, "parallel.async_tp", "there is no", "parallel.tp=2"),
+    ],
+)
+def test_tensor_parallelism(values: dict[str, Any], key: str, reason: str, instead: str) -> None:
+    usual = {
+        "parallel__tp": 4,
+        "parallel__dp_shard": -1,
+        "model__dim": 96,
+        "model__heads": 12,
+        "model__context": 96,
+        "sequence_length": 96,
+    }
+    found = problems(World(8, 8), "fsdp2", **(usual | values))
+    assert set(found) == {key}
+    assert reason in found[key].reason
+    assert instead in found[key].instead
+
+
+def test_every_broken_rule_of_tensor_parallelism_at_once() -> None:
+    found = problems(
+        World(8, 8), "fsdp2", parallel__tp=8, model__heads=4, model__dim=96, sequence_length=90, model__context=100
+    )
+    assert set(found) >= {"parallel.tp", "sequence_length", "model.context"}
+
+
+def test_ranks_that_only_tensor_parallelism_shares() -> None:
+    assert problems(World(2, 2), parallel__tp=-1) == {}
+    assert "parallel=fsdp2 parallel.tp=2" in problems(World(4, 4), parallel__tp=2)["parallel.tp"].instead
+    assert problems(World(4, 4), "ddp", parallel__tp=2, parallel__dp_replicate=-1) == {}
+    found = problems(World(4, 4), "ddp", parallel__tp=2, parallel__dp_replicate=-1, parallel__bucket_cap_mb=1.0)
+    assert set(found) == {"parallel.bucket_cap_mb"}
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     strategy=st.sampled_from(["ddp", "fsdp2"]),
