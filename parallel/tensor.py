@@ -55,19 +55,18 @@ class VocabularyTable(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_module(module, device_mesh, partial(_cut, placement=Shard(0)))
-        module.forward = partial(_look_up, module, device_mesh)
+        weight: Any = module.weight
+        module.forward = partial(_look_up, module, device_mesh, *local_region(weight)[0])
         return module
 
 
-def _look_up(table: nn.Module, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
-    """tokens: [batch, seq]. Returns [batch, seq / ranks, dim]."""
+def _look_up(table: nn.Module, mesh: DeviceMesh, first: int, stop: int, tokens: Tensor) -> Tensor:
+    """tokens: [batch, seq]; this rank has rows first to stop. Returns [batch, seq / ranks, dim]."""
     weight: Any = table.weight
-    first, stop = local_region(weight)[0]
     here = (tokens >= first) & (tokens < stop)
-    vectors = F.embedding(torch.where(here, tokens - first, 0), weight.to_local()) * here.unsqueeze(-1)
-    return (
-        DTensor.from_local(vectors, mesh, [Partial()], run_check=False).redistribute(placements=[SEQUENCE]).to_local()
-    )
+    own = F.embedding(torch.where(here, tokens - first, 0), weight.to_local()) * here.unsqueeze(-1)
+    vectors: DTensor = DTensor.from_local(own, mesh, [Partial()], run_check=False)
+    return vectors.redistribute(placements=[SEQUENCE]).to_local()
 
 
 class VocabularyParallel(ParallelStyle):

@@ -65,6 +65,12 @@ COMPILED = [
     layout(2, "parallel=fsdp2 compile=block"),
 ]
 
+COMPILED_TENSOR = [
+    layout(2, "parallel=tp compile=block"),
+    layout(2, "parallel=tp compile=model"),
+    layout(4, "parallel=fsdp2 parallel.tp=2 compile=block"),
+]
+
 # Tensor parallelism alone and with every way of data parallelism.
 TENSOR = [
     layout(2, "parallel=tp"),

@@ -179,7 +179,12 @@ def test_reshard_divides_the_shards() -> None:
         ({"parallel__tp": 3}, "parallel.tp", "does not divide the 8 ranks", "parallel.tp=2 or parallel.tp=4"),
         ({"parallel__tp": 8}, "parallel.tp", "model.heads=12", "parallel.tp=6 or parallel.tp=12"),
         ({"model__kv_heads": 2, "parallel__tp": 4}, "parallel.tp", "model.kv_heads=2", "parallel.tp=2"),
-        ({"model__kv_heads": 5, "parallel__tp": 1}, "model.kv_heads", "must divide", "model.kv_heads=4 or model.kv_heads=6"),
+        (
+            {"model__kv_heads": 5, "parallel__tp": 1},
+            "model.kv_heads",
+            "must divide",
+            "model.kv_heads=4 or model.kv_heads=6",
+        ),
         ({"sequence_length": 90}, "sequence_length", "equal parts", "sequence_length=88 or sequence_length=92"),
         ({"model__context": 130}, "model.context", "equal parts", "model.context=128 or model.context=132"),
         ({"model__ffn_dim": 3}, "model.ffn_dim", "less than", "model.ffn_dim=4"),
