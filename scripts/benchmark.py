@@ -22,11 +22,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
+from models.config import ModelConfig
 from scripts.startup import EndedEarly, first_step, launcher, running
 from training.check import accumulation, check
 from training.compose import compose, refusing
 from training.config import Config, OptimizerKind
 from training.files import write_json
+from training.keys import show
 from training.metrics import records
 from training.metrics.console import table
 from training.refusal import Problem, Refusal
@@ -177,6 +179,14 @@ def problems_of(config: Config) -> list[Problem]:
     found = []
     if config.optimizer.kind is not OptimizerKind.adamw:
         found.append(Problem("optimizer", config.optimizer.kind.name, "the plain loop has AdamW", "optimizer=adamw"))
+    if config.parallel.tp > 1:
+        found.append(Problem("parallel.tp", config.parallel.tp, "the plain loop has none", "parallel.tp=1"))
+    default = ModelConfig()
+    for name in ("kv_heads", "fused_qkv", "logit_softcap", "z_loss"):
+        value = getattr(config.model, name)
+        if value != getattr(default, name):
+            instead = f"model.{name}={show(getattr(default, name))}"
+            found.append(Problem(f"model.{name}", value, "the plain loop has GPT-2's", instead))
     if config.model.dropout > 0:
         found.append(Problem("model.dropout", config.model.dropout, "the plain loop has none", "model.dropout=0"))
     if not isinstance(config.micro_batch, int):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.mesh import data_coordinate, start_process_group
+from parallel.mesh import data_coordinate, random_coordinate, start_process_group
 from tests.oracle import Weights
 from tests.parity.cases import LRS, SEED, Case, Training, batches, config_of, slices
 from tests.parity.compare import CPU, build, evaluate, gather, mesh_of
@@ -22,6 +22,8 @@ LAYOUTS = [
     layout(2, "parallel=zero1"),
     layout(2, "parallel=fsdp2"),
     layout(2, "parallel=fsdp2 parallel.reshard_after_forward=false"),
+    layout(2, "parallel=tp"),
+    layout(4, "parallel=ddp parallel.tp=2"),
 ]
 
 
@@ -42,7 +44,7 @@ def trained(config: Config, mesh: DeviceMesh | None, ranks: Ranks, evaluated: bo
         if evaluated:
             losses = [evaluate(spread, mesh, ranks, mine) for _ in range(2)]
             assert torch.equal(*losses), "dropout in an evaluation"
-        seed_step(SEED, number, rank)
+        seed_step(SEED, number, random_coordinate(mesh))
         count = sum(int((micro.labels != -100).sum()) for micro in mine)
         step([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], count, LRS[number])
         if evaluated:
@@ -52,7 +54,7 @@ def trained(config: Config, mesh: DeviceMesh | None, ranks: Ranks, evaluated: bo
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_weights_are_bitwise_equal_with_and_without_evaluations(layout: Layout) -> None:
-    config = config_of(Case(layout, 3, Training("tied", "adamw", "fp32")))
+    config = config_of(Case(layout, 3, Training("tied for tp", "adamw", "fp32")))
     config.model.dropout = 0.1  # its random numbers must not be used up either
     for without, evaluated in run_ranks(layout.ranks, with_and_without, config):
         assert without.keys() == evaluated.keys()

@@ -5,11 +5,13 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import data_coordinate, start_process_group
-from tests.parity.cases import LRS, MODELS, Case, Training, batches, config_of, slices
+from tests.parity.cases import LRS, Case, Training, batches, config_of, slices
 from tests.parity.compare import CPU, Whole, build, gather, mesh_of
 from tests.parity.layouts import Layout, layout
 from tests.ranks import run_ranks
 from training.config import Config
+
+WHOLE, CUT = ("tied", "untied"), "tied for tp"
 
 
 def trained(config: Config) -> tuple[list[Whole], Whole]:
@@ -31,15 +33,16 @@ def trained(config: Config) -> tuple[list[Whole], Whole]:
 
 def bf16(layout: Layout, model: str) -> Config:
     """The same 4 micro-batches on any layout."""
-    return config_of(Case(layout, 4 // layout.ranks, Training(model, "sgd", "bf16")))
+    data_ranks = layout.ranks // (2 if "tp" in layout.overrides else 1)
+    return config_of(Case(layout, 4 // data_ranks, Training(model, "sgd", "bf16")))
 
 
 @pytest.fixture(scope="module")
 def single() -> dict[str, tuple[list[Whole], Whole]]:
-    return {model: run_ranks(1, trained, bf16(layout(1, "parallel=single"), model))[0] for model in MODELS}
+    return {model: run_ranks(1, trained, bf16(layout(1, "parallel=single"), model))[0] for model in (*WHOLE, CUT)}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", WHOLE)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -63,3 +66,17 @@ def test_layouts_agree_in_bf16(layout: Layout, model: str, single: dict[str, tup
     for name, expected in single[model][1].values.items():
         assert expected.dtype is weights.values[name].dtype is torch.float32
         torch.testing.assert_close(weights.values[name], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [layout(2, "parallel=tp"), layout(4, "parallel=fsdp2 parallel.tp=2")], ids=str)
+def test_tensor_parallelism_agrees_within_the_rounding_of_bf16(
+    layout: Layout, single: dict[str, tuple[list[Whole], Whole]]
+) -> None:
+    """It adds up parts of a product in bf16, so each sum is rounded once more."""
+    gradients, weights = run_ranks(layout.ranks, trained, bf16(layout, CUT))[0]
+    whole = torch.cat([value.flatten() for value in single[CUT][0][0].values.values()]).norm()
+    for name, expected in single[CUT][0][0].values.items():
+        assert expected.dtype is gradients[0].values[name].dtype is torch.float32
+        assert (gradients[0].values[name] - expected).norm() <= 0.03 * max(expected.norm(), 0.01 * whole), name
+    for name, expected in single[CUT][1].values.items():
+        assert expected.dtype is weights.values[name].dtype is torch.float32

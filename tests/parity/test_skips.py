@@ -20,6 +20,8 @@ LAYOUTS = [
     layout(2, "parallel=zero1"),
     layout(2, "parallel=fsdp2"),
     layout(4, "parallel=hsdp", 2),
+    layout(2, "parallel=tp"),
+    layout(4, "parallel=fsdp2 parallel.tp=2"),
 ]
 
 
@@ -63,7 +65,7 @@ def everything(step: WatchedStep) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_all_ranks_skip_together_and_nothing_changes(layout: Layout) -> None:
-    config = config_of(Case(layout, 3, Training("tied", "adamw", "fp64")))
+    config = config_of(Case(layout, 3, Training("tied for tp", "adamw", "fp64")))
     all_of_them = int((batches()[0].labels != -100).sum())
     for found in run_ranks(layout.ranks, steps_with_a_spoiled_one, config):
         assert found == {
