@@ -1,7 +1,8 @@
 """The one decoder. Families are configs of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from models.attention import Attention
@@ -11,6 +12,7 @@ from models.feedforward import FeedForward
 from models.head import Head, Reduction
 from models.roles import Role, Spec, specify
 
+Ends = tuple[bool, bool]  # the embedding; norm and head
 Stream = tuple[Tensor, ...]  # what goes from block to block: x [batch, seq, dim] first
 
 
@@ -52,15 +54,31 @@ class Decoder(nn.Module):
     norm: nn.Module | None
     head: Head | None
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layers: Iterable[int] | None = None, parts: Ends = (True, True)) -> None:
+        """layers: the blocks it holds, all where None. parts: whether it holds the embedding, and norm and head.
+
+        `copies`: parameters here that are another's of the whole model (a tied head without its embedding), and its
+        name: they have the same values and count once."""
         super().__init__()
         self.config = config
-        self.embed = Embedding(config)
-        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
+        self.copies: dict[str, str] = {}
+        self.embed = Embedding(config) if parts[0] else None
+        held = range(config.layers) if layers is None else layers
+        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in held})
         self.walk = Walk()
-        self.norm = layer_norm(config)
-        self.head = Head(config)
+        self.norm = layer_norm(config) if parts[1] else None
+        self.head = Head(config) if parts[1] else None
         self.tie()
+
+    def stage(self, layers: Iterable[int], parts: Ends) -> "Decoder":
+        """A Decoder of some of the parts of this one: the modules are the same, so what becomes of them there becomes
+        of them here."""
+        with torch.device("meta"):
+            stage = Decoder(self.config, (), (False, False))
+        stage.embed = self.embed if parts[0] else None
+        stage.blocks = nn.ModuleDict({str(layer): self.blocks[str(layer)] for layer in layers})
+        stage.norm, stage.head = (self.norm, self.head) if parts[1] else (None, None)
+        return stage
 
     def tie(self) -> None:
         """Makes the head use the embedding's weight where the config says so. Parameters that are replaced must be tied

@@ -28,6 +28,16 @@ def parameters(config: ModelConfig) -> int:
     return tables + head + final_norm + config.layers * sum(_block_parameters(config))
 
 
+def block_flops(config: ModelConfig, sequence_length: int) -> float:
+    """Of forward and backward for one token in one block; see flops_per_token."""
+    return 6.0 * _block_parameters(config)[0] + 12.0 * config.dim * sequence_length
+
+
+def head_flops(config: ModelConfig) -> float:
+    """Of forward and backward for one token in the head."""
+    return 6.0 * _known_vocabulary(config) * config.dim
+
+
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Floating-point operations of forward and backward for one token of training.
 
@@ -36,6 +46,4 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     norms, biases and padding too, 0.1 % more for GPT-2 124M). Causality is not deducted and recomputation not added,
     so MFU neither depends on the kernel nor on activation memory.
     """
-    matrices, _ = _block_parameters(config)
-    weights = config.layers * matrices + _known_vocabulary(config) * config.dim
-    return 6.0 * weights + 12.0 * config.layers * config.dim * sequence_length
+    return config.layers * block_flops(config, sequence_length) + head_flops(config)

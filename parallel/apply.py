@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from parallel.materialize import materialize
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
 from parallel.replicas import check_replicas
 
+if TYPE_CHECKING:
+    from parallel.pipeline import Pipeline, Shared
+
 
 @dataclass
 class Spread:
@@ -24,10 +28,12 @@ class Spread:
     model: Decoder
     data: DataParallel
     compiled: Scope
+    pipeline: "Pipeline | None" = None
+    shared: "Shared | None" = None
 
     def forward(self, **inputs: Tensor | str | None) -> Tensor:
-        """Decoder.forward, a collective under FSDP2."""
-        return self.data.call(**inputs)
+        """Decoder.forward, a collective under FSDP2. With a pipeline, without gradients."""
+        return self.data.call(**inputs) if self.pipeline is None else self.pipeline.forward(**inputs)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """To be held around forward and backward of a micro-batch; `last` of its step."""
@@ -46,14 +52,19 @@ def parallelize(
 ) -> Spread:
     """Builds the model on the meta device, spreads it, and gives it memory and first values. `mesh` is None on a single
     device."""
+    if parallel.pp > 1:
+        from parallel.pipeline import Pipeline, Shared, build_decoder, stages_here  # imports FSDP, which takes seconds
+
+        assert mesh is not None
+        held = stages_here(model, parallel, mesh)
     with torch.device("meta"):
-        decoder = Decoder(model)
+        decoder = Decoder(model) if parallel.pp == 1 else build_decoder(model, held)
     if master_dtype(precision) is not torch.float32:
         decoder.to(master_dtype(precision))
     compute = compute_dtype(precision)
     low = compute is not master_dtype(precision)
 
-    # Here, in this order: pipeline split, tensor and expert cuts, context, activation checkpointing.
+    # Here, in this order: tensor and expert cuts, context, activation checkpointing.
     if parallel.tp > 1:
         from parallel.tensor import cut_tensors, overlap_communication  # imports DTensor, which takes seconds
 
@@ -61,18 +72,31 @@ def parallelize(
         cut_tensors(decoder, mesh["tp"])
         if parallel.async_tp:
             overlap_communication(mesh["tp"])
-    compiled = compile_model(decoder, compile, device)
+    parts = {0: decoder}
+    if parallel.pp > 1:
+        parts = {stage.index: decoder.stage(stage.layers, (stage.first, stage.last)) for stage in held}
+    for part in parts.values():
+        compiled = compile_model(part, compile, device)
+    spreads: dict[int, DataParallel] = {}
     if parallel.strategy is not Strategy.single and not parallel.torch_ddp:
         assert mesh is not None
-        data: DataParallel = Sharded(decoder, mesh, parallel, compute, compute_dtype(reduce))
+        for index, part in parts.items():
+            spreads[index] = Sharded(part, mesh, parallel, compute, compute_dtype(reduce))
         materialize(decoder, seed, device, torch.device("cpu") if parallel.cpu_offload else None)
     else:
         materialize(decoder, seed, device)
-        callee = LowPrecision(decoder, compute) if low else decoder
-        if parallel.strategy is Strategy.ddp:
-            assert mesh is not None
-            data = Replicated(callee, mesh, parallel)
-        else:
-            data = Single(callee)
+        for index, part in parts.items():
+            callee = LowPrecision(part, compute) if low else part
+            if parallel.torch_ddp:
+                assert mesh is not None
+                spreads[index] = Replicated(callee, mesh, parallel)
+            else:
+                spreads[index] = Single(callee)
     check_replicas(decoder, mesh)
-    return Spread(decoder, data, compiled)
+    spread = Spread(decoder, next(iter(spreads.values())), compiled)
+    if parallel.pp > 1:
+        assert mesh is not None
+        passes = {index: data.call for index, data in spreads.items()}
+        spread.pipeline = Pipeline(passes, model, parallel, mesh, compute, device)
+        spread.shared = Shared(decoder, spread.pipeline) if model.tied_head else None
+    return spread

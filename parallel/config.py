@@ -20,6 +20,21 @@ class Reduce(Enum):
     micro_batch = "micro_batch"
 
 
+Schedule = Enum(
+    "Schedule",
+    [
+        ("gpipe", "GPipe"),
+        ("1f1b", "1F1B"),
+        ("interleaved_1f1b", "Interleaved1F1B"),
+        ("looped_bfs", "LoopedBFS"),
+        ("interleaved_zero_bubble", "InterleavedZeroBubble"),
+        ("zbv", "ZBVZeroBubble"),
+        ("dualpipev", "DualPipeV"),
+    ],
+)
+"""In which order the ranks of a pipeline take the passes of the micro-batches; the values are torch's names."""
+
+
 @dataclass
 class ParallelConfig:
     """Degrees of the mesh and the keys of each strategy. No key here changes the mathematics."""
@@ -46,6 +61,20 @@ class ParallelConfig:
     async_tp: bool = key(
         False,
         "tp: overlap its communication with matrix products (symmetric memory; needs a GPU and compile)",
+        Changes.layout,
+    )
+    # pp
+    schedule: Schedule = key(
+        Schedule["1f1b"],
+        "pp: gpipe | 1f1b | interleaved_1f1b | looped_bfs | interleaved_zero_bubble | zbv | dualpipev",
+        Changes.layout,
+    )
+    stages_per_rank: int | None = key(
+        None, "pp: stages a rank has in an interleaved or looped schedule; null: 2", Changes.layout
+    )
+    stage_layers: list[int] | None = key(
+        None,
+        "pp: layers of each stage, such as [4,4,4,3]; null: cut by cost, embedding and head counted",
         Changes.layout,
     )
     # ddp
@@ -80,7 +109,7 @@ class ParallelConfig:
     @property
     def torch_ddp(self) -> bool:
         """Whether torch's DDP serves: where copies are the only axis. Elsewhere FSDP2 keeps whole copies."""
-        return self.strategy is Strategy.ddp and self.tp == 1
+        return self.strategy is Strategy.ddp and self.tp == self.pp == 1
 
 
 class Dtype(Enum):

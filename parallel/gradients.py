@@ -6,8 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.local import is_cut, is_sharded, local, multiply_
+from parallel.mesh import sum_over
 
 
 @torch.no_grad()
@@ -31,9 +33,10 @@ def sum_partial(parameters: list[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def global_norm(parameters: list[nn.Parameter]) -> Tensor:
+def global_norm(parameters: list[nn.Parameter], mesh: DeviceMesh | None) -> Tensor:
     """L2 norm of the whole gradient, a scalar on the device and the same on every rank. Parameters may lie on different
-    meshes: the squares of each kind of placement are summed over the axes it is cut along, then added."""
+    meshes: the squares of each kind of placement are summed over the axes it is cut along, then added, and the sums of
+    the stages of a pipeline."""
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient: Any = parameter.grad
@@ -44,12 +47,12 @@ def global_norm(parameters: list[nn.Parameter]) -> Tensor:
     for kind, gradients in kinds.items():
         square = torch.nn.utils.get_total_norm(gradients).square()
         if kind is not None:
-            mesh, placements = kind
+            of_kind, placements = kind
             for dimension, placement in enumerate(placements):
-                if is_cut(placement) and mesh.size(dimension) > 1:
-                    dist.all_reduce(square, group=mesh.get_group(dimension))
+                if is_cut(placement) and of_kind.size(dimension) > 1:
+                    dist.all_reduce(square, group=of_kind.get_group(dimension))
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    return sum_over(mesh, ("pp",), torch.stack(squares).sum()).sqrt()
 
 
 @torch.no_grad()

@@ -19,7 +19,9 @@ def materialize(model: Decoder, seed: int, device: torch.device, storage: torch.
     for name, spec in parameter_specs(model).items():
         parameter = model.get_parameter(name)
         rows, *others = local_region(parameter)
-        values = initial_rows(spec, name, parameter.shape, seed, device, *rows).to(parameter.dtype)
+        values = initial_rows(spec, model.copies.get(name, name), parameter.shape, seed, device, *rows).to(
+            parameter.dtype
+        )
         for dimension, (start, stop) in enumerate(others, 1):
             values = values.narrow(dimension, start, stop - start)
         if is_sharded(parameter):

@@ -74,10 +74,12 @@ def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:
 
 
 def random_coordinate(mesh: DeviceMesh | None) -> int:
-    """Ranks of the same number draw the same random numbers in a step. Ranks along tp hold different parts of whatever
-    is random."""
+    """Ranks of the same number draw the same random numbers in a step. Ranks along tp and pp hold different parts of
+    whatever is random."""
     place, _ = data_coordinate(mesh)
-    return place if mesh is None else place * mesh["tp"].size() + mesh.get_local_rank("tp")
+    for axis in ("pp", "tp") if mesh is not None else ():
+        place = place * mesh[axis].size() + mesh.get_local_rank(axis)  # type: ignore[index,union-attr]
+    return place
 
 
 def sum_over(mesh: DeviceMesh | None, axes: Iterable[str], value: Tensor) -> Tensor:

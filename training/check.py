@@ -191,7 +191,7 @@ def _ranks(number: int) -> str:
 
 def _parallel(config: Config, world: World) -> Iterator[Problem]:
     parallel = config.parallel
-    for axis, what in (("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
+    for axis, what in (("cp", "context"), ("ep", "expert")):
         if getattr(parallel, axis) != 1:
             yield Problem(
                 f"parallel.{axis}",
@@ -244,11 +244,13 @@ def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
             yield Problem(
                 "parallel", "single", reason, "parallel=fsdp2 or parallel=ddp, or start one rank with `python train.py`"
             )
-        elif degrees["tp"] > 1 and used != world.ranks:
-            instead = f"parallel.tp={world.ranks}"
+        elif used > 1 and used != world.ranks:
+            axis = "tp" if degrees["tp"] > 1 else "pp"
+            instead = f"parallel.{axis}={degrees[axis] * world.ranks // used}"
             if world.ranks % used == 0:
-                instead += f", or parallel=fsdp2 parallel.tp={used} for the others to share the model's state"
-            yield Problem("parallel.tp", used, f"uses {used} ranks, and there are {world.ranks}", instead)
+                kept = " ".join(f"parallel.{name}={degrees[name]}" for name in ("pp", "tp") if degrees[name] > 1)
+                instead += f", or parallel=fsdp2 {kept} for the others to share the model's state"
+            yield Problem(f"parallel.{axis}", degrees[axis], f"uses {used} ranks, and there are {world.ranks}", instead)
         return
     if parallel.strategy is Strategy.ddp and degrees["dp_shard"] != 1:
         yield Problem(
@@ -259,18 +261,21 @@ def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
         )
         return
     illegal = any(degree < 1 and degree != -1 for degree in degrees.values()) or world.ranks < 1
-    if illegal or degrees["pp"] != 1 or degrees["cp"] != 1 or degrees["tp"] == -1:
+    if illegal or degrees["cp"] != 1 or -1 in (degrees["pp"], degrees["tp"]):
         return
-    if world.ranks % degrees["tp"] != 0:
-        reason = f"does not divide the {_ranks(world.ranks)} there are"
-        legal = _written("parallel.tp", _divisors_around(world.ranks, degrees["tp"]))
-        yield Problem("parallel.tp", degrees["tp"], reason, legal)
-        return
-    there = world.ranks // degrees["tp"]  # for data parallelism
+    there = world.ranks  # for data parallelism, when the others have theirs
+    for axis in ("tp", "pp"):
+        if there % degrees[axis] != 0:
+            reason = f"does not divide the {_ranks(there)} there are"
+            legal = _written(f"parallel.{axis}", _divisors_around(there, degrees[axis]))
+            yield Problem(f"parallel.{axis}", degrees[axis], reason, legal)
+            return
+        there //= degrees[axis]
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
     if replicate * shard == there:
         return
-    ranks = _ranks(there) + (f" (times tp {degrees['tp']})" if degrees["tp"] > 1 else "")
+    others = [f"{axis} {degrees[axis]}" for axis in ("pp", "tp") if degrees[axis] > 1]
+    ranks = _ranks(there) + (f" (times {' x '.join(others)})" if others else "")
     if parallel.strategy is Strategy.ddp:
         reason = f"there are {ranks}, each with a copy of the model"
         yield Problem(

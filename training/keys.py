@@ -147,8 +147,8 @@ def _as(kind: Any, value: Any) -> Any:
         return str(value) if isinstance(value, str) or (number and isinstance(value, int)) else None
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind[value] if _is_member(kind, value) else None
-    if isinstance(value, list):  # list[str]
-        items = [_as(str, item) for item in value]
+    if isinstance(value, list) and get_origin(kind) is list:
+        items = [_as(get_args(kind)[0], item) for item in value]
         return None if None in items else items
     return None
 

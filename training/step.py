@@ -32,6 +32,7 @@ class Step:
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.parameters = list(spread.model.parameters())
+        self.counted = [p for name, p in spread.model.named_parameters() if name not in spread.model.copies]
         self.phase = "the forward pass"  # for the message when memory runs out
 
     def __call__(self, micro_batches: list[dict[str, Any]], predicted: int, lr: float) -> StepResult:
@@ -51,15 +52,21 @@ class Step:
         dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         everyone = sum_over(self.mesh, DATA_AXES, torch.tensor(predicted, dtype=torch.float64, device=device))
         divisor = everyone.clamp(min=1)
-        loss_sum = torch.zeros((), dtype=dtype, device=device)
-        for place, inputs in enumerate(micro_batches):
-            with self.spread.micro_batch(last=place == len(micro_batches) - 1):
-                self.phase = "the forward pass"
-                loss = self.spread.forward(**inputs)
-                self.phase = "the backward pass"
-                (loss / divisor).sum().backward()
-                loss_sum += loss.detach().sum()
+        if self.spread.pipeline is not None:
+            self.phase = "the pipeline's passes"
+            loss_sum = self.spread.pipeline.backward(micro_batches, divisor)
+        else:
+            loss_sum = torch.zeros((), dtype=dtype, device=device)
+            for place, inputs in enumerate(micro_batches):
+                with self.spread.micro_batch(last=place == len(micro_batches) - 1):
+                    self.phase = "the forward pass"
+                    loss = self.spread.forward(**inputs)
+                    self.phase = "the backward pass"
+                    (loss / divisor).sum().backward()
+                    loss_sum += loss.detach().sum()
         sum_partial(self.parameters)
-        norm = global_norm(self.parameters)
+        if self.spread.shared is not None:
+            self.spread.shared.sum_gradients()
+        norm = global_norm(self.counted, self.mesh)
         skipped = (~torch.isfinite(norm) | (everyone == 0)).to(torch.float32)
         return StepResult(loss_sum, everyone, norm, skipped)

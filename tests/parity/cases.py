@@ -23,15 +23,18 @@ VOCABULARY = 67
 # No size divides by 2 or 4: every shard is uneven. The second model has a head of its own and a padded vocabulary.
 SIZES = "model.layers=3 model.dim=30 model.heads=3 model.ffn_dim=34 model.context=17"
 # Heads are shared out whole; what else tensor parallelism cuts does not divide by 4, the vocabulary not by 2 either.
-TP_SIZES = "model.layers=3 model.dim=40 model.heads=8 model.ffn_dim=34 model.context=20"
+TP_SIZES = "model.dim=40 model.heads=8 model.ffn_dim=34 model.context=20"
 MODELS = {
     "tied": f"{SIZES} model.tied_head=true model.vocab_multiple=1",
     "untied": f"{SIZES} model.tied_head=false model.vocab_multiple=128",
-    "tied for tp": f"{TP_SIZES} model.tied_head=true model.vocab_multiple=1",
-    "untied for tp": f"{TP_SIZES} model.tied_head=false model.vocab_multiple=128",
-    "grouped heads": f"{TP_SIZES} model.kv_heads=4 model.bias=false model.logit_softcap=3.0 model.z_loss=0.01",
-    "three matrices": f"{TP_SIZES} model.kv_heads=4 model.fused_qkv=false model.tied_head=false",
+    "tied for tp": f"{TP_SIZES} model.layers=3 model.tied_head=true model.vocab_multiple=1",
+    "untied for tp": f"{TP_SIZES} model.layers=3 model.tied_head=false model.vocab_multiple=128",
+    "grouped heads": f"{TP_SIZES} model.layers=3 model.kv_heads=4 model.bias=false model.logit_softcap=3.0 model.z_loss=0.01",
+    "three matrices": f"{TP_SIZES} model.layers=3 model.kv_heads=4 model.fused_qkv=false model.tied_head=false",
+    "tied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=true model.vocab_multiple=1",
+    "untied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=false model.vocab_multiple=128",
 }
+TIED = ("tied", "tied for tp", "grouped heads", "tied for pp")
 OPTIMIZERS = {
     "sgd": "optimizer=sgd optimizer.beta1=0.9 optimizer.weight_decay=0.1",
     "adamw": "optimizer=adamw optimizer.weight_decay=0.1",
@@ -76,7 +79,9 @@ def config_of(case: Case) -> Config:
     asked = copy.deepcopy(_composed(layout.overrides)[0])
     config.parallel, config.compile = asked.parallel, asked.compile
     config.batch_sequences = SEQUENCES
-    config.micro_batch = SEQUENCES // (layout.ranks // max(asked.parallel.tp, 1)) // case.accumulation
+    config.micro_batch = (
+        SEQUENCES // (layout.ranks // (max(asked.parallel.tp, 1) * asked.parallel.pp)) // case.accumulation
+    )
     world = World(layout.ranks, layout.ranks_per_host)
     resolve(config, world, chosen)
     problems = check(config, world)

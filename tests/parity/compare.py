@@ -15,7 +15,7 @@ from parallel.apply import Spread, parallelize
 from parallel.mesh import build_mesh, data_coordinate, start_process_group
 from parallel.precision import settle
 from tests.oracle import Batch, Trajectory, Weights
-from tests.parity.cases import LRS, Case, Training, batches, slices
+from tests.parity.cases import LRS, TIED, Case, Training, batches, slices
 from training.config import Config
 from training.evals.loss import Forward
 from training.evals.suite import Suite
@@ -107,26 +107,36 @@ class WatchedStep(Step):
 
 
 def gather(tensors: Mapping[str, Tensor]) -> Whole:
-    """A collective. In one exchange for all tensors, since there are many small ones."""
+    """A collective. In one exchange for all tensors, since there are many small ones. A stage of a pipeline has some of
+    the names only."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, {name: part(tensor.detach()) for name, tensor in tensors.items()})
-    values, equal = {}, True
-    for name, tensor in tensors.items():
-        values[name] = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
+    values: Weights = {}
+    equal = True
+    for name, shape in {name: shape for of_rank in parts for name, (shape, _, _) in of_rank.items()}.items():
+        values[name] = torch.full(shape, torch.nan, dtype=next(iter(tensors.values())).dtype)
         regions: dict[Region, Tensor] = {}
-        for region, held in (of_rank[name] for of_rank in parts):
+        for _, region, held in (of_rank[name] for of_rank in parts if name in of_rank):
             equal &= torch.equal(regions.setdefault(region, held), held)
             values[name][tuple(slice(*ends) for ends in region)] = held
-        assert sum(held.numel() for held in regions.values()) == tensor.numel()
+        assert sum(held.numel() for held in regions.values()) == values[name].numel()
     return Whole(values, equal)
 
 
-def part(tensor: Tensor) -> tuple[Region, Tensor]:
-    """Where the part that this rank holds begins and ends in each dimension, and the part. Shards are as equal as
+def untwin(whole: Whole, tied: bool) -> Whole:
+    """Without the copy that the last stage of a pipeline has of a tied weight, which must be equal."""
+    values = dict(whole.values)
+    if not tied or "head.weight" not in values:
+        return whole
+    return Whole(values, whole.copies_equal & torch.equal(values.pop("head.weight"), values["embed.tokens.weight"]))
+
+
+def part(tensor: Tensor) -> tuple[torch.Size, Region, Tensor]:
+    """The whole shape; where the part that this rank holds begins and ends in each dimension, and the part. Shards are as equal as
     torch.chunk makes them; the axes of the mesh cut from the last to the first."""
     region = [(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
-        return tuple(region), tensor
+        return tensor.shape, tuple(region), tensor
     for axis, kind in reversed(list(enumerate(tensor.placements))):
         assert not kind.is_partial()
         if not kind.is_replicate():
@@ -135,7 +145,7 @@ def part(tensor: Tensor) -> tuple[Region, Tensor]:
             here = tensor.device_mesh.get_local_rank(axis)
             mine = chunks[here].tolist() if here < len(chunks) else []
             region[kind.dim] = (mine[0], mine[-1] + 1) if mine else (last, last)  # type: ignore[attr-defined]
-    return tuple(region), tensor.to_local()
+    return tensor.shape, tuple(region), tensor.to_local()
 
 
 def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]:
@@ -149,7 +159,7 @@ def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]
 def mesh_of(config: Config, known: dict[tuple[int, ...], DeviceMesh]) -> DeviceMesh | None:
     """A mesh makes process groups, which add up; cases of the same degrees share one."""
     parallel = config.parallel
-    degrees = parallel.dp_replicate, parallel.dp_shard, parallel.tp
+    degrees = parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.tp
     if not parallel.on_mesh:
         return None
     if degrees not in known:
@@ -182,7 +192,8 @@ def run_case(case: Case, config: Config, mesh: DeviceMesh | None, folder: Path, 
     rank, data_ranks = data_coordinate(mesh)
     assert isinstance(config.micro_batch, int)
 
-    first = gather(dict(spread.model.named_parameters()))
+    tied = case.training.model in TIED
+    first = untwin(gather(dict(spread.model.named_parameters())), tied)
     initial = first.values.keys() == oracle.initial.keys()
     initial &= all(torch.equal(cut(first.values[name], value), value) for name, value in oracle.initial.items())
     padding = [largest_padding(first.values, oracle.initial)]
@@ -197,13 +208,13 @@ def run_case(case: Case, config: Config, mesh: DeviceMesh | None, folder: Path, 
         result = step([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], count, LRS[number])
         predicted &= int(result.predicted) == oracle.predicted[number]
         meters.add(number + 1, LRS[number], result)
-        found = step.gradients
+        found = untwin(step.gradients, tied)
         difference = gradient_difference(found.values, oracle.gradients[number], oracle.norms[number], bounds)
         gradients.append(difference)
         padding.append(largest_padding(found.values, oracle.initial))
         copies &= found.copies_equal
     records = meters.read(0.0)
-    last = gather(dict(spread.model.named_parameters()))
+    last = untwin(gather(dict(spread.model.named_parameters())), tied)
     padding.append(largest_padding(last.values, oracle.initial))
     return Differences(
         initial=initial,

@@ -1,0 +1,189 @@
+"""Pipeline parallelism: stages of layers on the ranks along `pp`, and the schedule that takes a step's micro-batches
+through them. torch.distributed.pipelining has the schedules; evaluation has a pass of its own, since V-shaped schedules
+have none and a schedule knows one shape only."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.roles import Role, Spec, parameter_specs, specify
+from parallel.config import ParallelConfig
+from parallel.local import local
+from parallel.planning.stages import Stage, stages
+
+TIED, OWNER = "head.weight", "embed.tokens.weight"  # the one parameter that two stages may hold
+
+
+def stages_here(model: ModelConfig, parallel: ParallelConfig, mesh: DeviceMesh) -> list[Stage]:
+    """Those of this rank."""
+    return [stage for stage in stages(model, parallel) if stage.rank == mesh.get_local_rank("pp")]
+
+
+def build_decoder(model: ModelConfig, held: list[Stage]) -> Decoder:
+    """The parts of the model that a rank holds. A tied head is a parameter of its own there (see Shared)."""
+    layers = [layer for stage in held for layer in stage.layers]
+    parts = any(stage.first for stage in held), any(stage.last for stage in held)
+    decoder = Decoder(replace(model, tied_head=False), layers, parts)
+    if model.tied_head and decoder.head is not None:
+        spec = parameter_specs(decoder)[TIED]
+        specify(decoder.head, weight=Spec(Role.embedding, spec.std, spec.mean, spec.rows))
+        decoder.copies = {TIED: OWNER}
+    return decoder
+
+
+class Pipeline:
+    """The stages of this rank and how they are run. A collective over `pp` in all it does.
+
+    passes: for each stage of this rank its module, ready to be called (sharded, in its precision)."""
+
+    def __init__(
+        self,
+        passes: dict[int, nn.Module],
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.passes, self.model, self.parallel, self.dtype, self.device = passes, model, parallel, dtype, device
+        self.rank_of = [stage.rank for stage in stages(model, parallel)]
+        self.group = mesh.get_group("pp")
+        self.here = mesh.get_local_rank("pp")
+        self.ranks = dist.get_process_group_ranks(self.group)
+        self.sequence_cuts = mesh["tp"].size()
+        self.schedules: dict[tuple[int, ...], Any] = {}
+        self.divisor = torch.ones(())
+        self.loss_sum = torch.zeros(())
+
+    def backward(self, micro_batches: Sequence[dict[str, Tensor]], divisor: Tensor) -> Tensor:
+        """Forward and backward of a whole step; gradients of loss / divisor are left in the parameters. Returns the sum
+        of token losses on the rank with the last stage, 0 on others."""
+        tokens = micro_batches[0]["tokens"]
+        shape = (len(micro_batches), *tokens.shape)
+        if shape not in self.schedules:
+            self.schedules[shape] = self._schedule(*shape)
+        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
+        self.divisor = divisor
+        self.loss_sum = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        self.schedules[shape].step(target=whole["labels"], return_outputs=False, **whole)
+        return self.loss_sum
+
+    def _loss(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """loss: what Head returns, the summed loss of a micro-batch."""
+        self.loss_sum += loss.detach().sum()
+        return (loss / self.divisor).sum()
+
+    def _schedule(self, count: int, sequences: int, length: int) -> Any:
+        """For so many micro-batches of this shape."""
+        width = length // self.sequence_cuts
+        stream = torch.empty(sequences, width, self.model.dim, dtype=self.dtype, device="meta", requires_grad=True)
+        loss = torch.empty(1, dtype=torch.promote_types(self.dtype, torch.float32), device="meta", requires_grad=True)
+        last = len(self.rank_of) - 1
+        parts = [
+            PipelineStage(
+                module,
+                index,
+                last + 1,
+                self.device,
+                input_args=() if index == 0 else (stream,),
+                output_args=(loss,) if index == last else (stream,),
+                group=self.group,
+            )
+            for index, module in self.passes.items()
+        ]
+        kind = get_schedule_class(self.parallel.schedule.value)
+        held: Any = parts[0] if issubclass(kind, PipelineScheduleSingle) else parts
+        return kind(held, count, loss_fn=self._loss, scale_grads=False)
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """Decoder.forward of the whole model without gradients, the same result on every rank: stage after stage, the
+        stream handed on from rank to rank."""
+        tokens = inputs["tokens"]
+        shape = (tokens.shape[0], tokens.shape[1] // self.sequence_cuts, self.model.dim)
+        stream: Any = ()
+        for index, rank in enumerate(self.rank_of):
+            if rank != self.here:
+                continue
+            if index > 0 and self.rank_of[index - 1] != self.here:
+                stream = (torch.empty(shape, dtype=self.dtype, device=self.device),)
+                dist.recv(stream[0], self.ranks[self.rank_of[index - 1]], group=self.group)
+            stream = self.passes[index](*stream, **inputs)
+            if index + 1 < len(self.rank_of) and self.rank_of[index + 1] != self.here:
+                dist.send(stream[0].contiguous(), self.ranks[self.rank_of[index + 1]], group=self.group)
+        last = self.rank_of[-1]
+        result = stream if self.here == last else self._result(inputs)
+        dist.broadcast(result, self.ranks[last], group=self.group)
+        return result
+
+    def _result(self, inputs: dict[str, Any]) -> Tensor:
+        """Room for what the last stage returns."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        if inputs.get("labels") is None:
+            assert self.model.vocab_size is not None
+            return torch.empty(*inputs["tokens"].shape, self.model.vocab_size, dtype=self.dtype, device=self.device)
+        shape = (1,) if inputs.get("reduction", "sum") == "sum" else inputs["tokens"].shape
+        return torch.empty(shape, dtype=wide, device=self.device)
+
+
+class Shared:
+    """A parameter that the first and the last stage both hold (a tied head): one parameter to the gradient, its norm,
+    the optimizer and checkpoints. The first stage's is the one that counts."""
+
+    def __init__(self, decoder: Decoder, pipeline: Pipeline) -> None:
+        self.group = pipeline.group
+        first, last = (pipeline.ranks[pipeline.rank_of[end]] for end in (0, -1))
+        here = pipeline.ranks[pipeline.here]
+        self.names = [name for name, _ in decoder.named_parameters() if name in (OWNER, TIED)]
+        self.decoder = decoder
+        self.owns = here == first
+        self.peer = None if first == last else last if self.owns else first
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Leaves the sum over both holders in the gradient of each, bit by bit the same."""
+        parameters = [self.decoder.get_parameter(name) for name in self.names]
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if len(gradients) == 2:
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+        elif gradients:
+            gradients[0].add_(self._exchanged(gradients[0].contiguous()))  # a + b is b + a
+
+    def _exchanged(self, mine: Tensor) -> Tensor:
+        theirs = torch.empty_like(mine)
+        both = [
+            dist.P2POp(dist.isend, mine, self.peer, group=self.group),
+            dist.P2POp(dist.irecv, theirs, self.peer, group=self.group),
+        ]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        return theirs
+
+    @torch.no_grad()
+    def copy(self, tensors: dict[str, Tensor]) -> None:
+        """The owner's tensors (parameters or optimizer state, by name) to the other holder, after they were loaded."""
+        kinds = sorted(name.removeprefix(own) for own in self.names[:1] for name in tensors if belongs(name, own))
+        for kind in kinds:
+            held = [local(tensors[name + kind]) for name in self.names]
+            if len(held) == 2:
+                held[1].copy_(held[0])
+            elif self.owns:
+                dist.send(held[0].contiguous(), self.peer, group=self.group)
+            else:
+                received = torch.empty_like(held[0], memory_format=torch.contiguous_format)
+                dist.recv(received, self.peer, group=self.group)
+                held[0].copy_(received)
+
+
+def belongs(name: str, parameter: str) -> bool:
+    """Whether a tensor is the parameter's, or a state of it."""
+    return name == parameter or name.startswith(f"{parameter}.")

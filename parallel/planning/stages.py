@@ -1,0 +1,67 @@
+"""How layers are cut into the stages of a pipeline, and which rank has which stage. No torch here."""
+
+from dataclasses import dataclass
+
+from models.config import ModelConfig
+from models.flops import block_flops, head_flops
+from parallel.config import ParallelConfig, Schedule
+
+V_SHAPED = (Schedule["zbv"], Schedule["dualpipev"])
+ONE_STAGE = (Schedule["gpipe"], Schedule["1f1b"])
+
+
+@dataclass(frozen=True)
+class Stage:
+    """layers: of the whole model; first: it has the embedding; last: norm and head; rank: its place along pp."""
+
+    index: int
+    layers: range
+    first: bool
+    last: bool
+    rank: int
+
+
+def stages_per_rank(parallel: ParallelConfig) -> int:
+    if parallel.schedule in ONE_STAGE:
+        return 1
+    return 2 if parallel.stages_per_rank is None or parallel.schedule in V_SHAPED else parallel.stages_per_rank
+
+
+def stages(model: ModelConfig, parallel: ParallelConfig) -> list[Stage]:
+    """Every stage of the pipeline, in the order of the layers. Raises ValueError where there are fewer layers than
+    stages, or those given by hand do not add up."""
+    number = parallel.pp * stages_per_rank(parallel)
+    counts = parallel.stage_layers or balanced(model, number)
+    if len(counts) != number or sum(counts) != model.layers or min(counts) < 1:
+        raise ValueError(f"{counts} are not the layers of {number} stages of a model with {model.layers}")
+    found, start = [], 0
+    for index, count in enumerate(counts):
+        layers = range(start, start + count)
+        found.append(Stage(index, layers, index == 0, index == number - 1, rank_of(index, number, parallel)))
+        start += count
+    return found
+
+
+def rank_of(index: int, number: int, parallel: ParallelConfig) -> int:
+    """In a loop: stage i on rank i mod pp; V-shaped: there and back."""
+    if parallel.schedule in V_SHAPED:
+        return min(index, number - 1 - index)
+    return index % parallel.pp
+
+
+def balanced(model: ModelConfig, number: int) -> list[int]:
+    """Layers of each stage such that the costliest stage, in FLOPs at the full context and with the head in the last,
+    is as cheap as can be; among those cuts the one with most layers in the last. Raises ValueError for fewer layers
+    than stages."""
+    if model.layers < number:
+        raise ValueError(f"{model.layers} layers are fewer than {number} stages")
+    if number == 1:
+        return [model.layers]
+    block, head = block_flops(model, model.context), head_flops(model)
+
+    def costliest(last: int) -> float:
+        return max(-(-(model.layers - last) // (number - 1)) * block, last * block + head)
+
+    last = min(range(1, model.layers - number + 2), key=lambda last: (costliest(last), -last))
+    each, more = divmod(model.layers - last, number - 1)
+    return [each + 1] * more + [each] * (number - 1 - more) + [last]
