@@ -35,6 +35,12 @@ class Spread:
         """Decoder.forward, a collective under FSDP2. With a pipeline, without gradients."""
         return self.data.call(**inputs) if self.pipeline is None else self.pipeline.forward(**inputs)
 
+    def copy_shared(self, state: dict[str, Tensor]) -> None:
+        """After a load: parameters that two stages hold, and their part of a state by name, from the one that owns
+        them to the other."""
+        if self.shared is not None:
+            self.shared.copy(dict(self.model.named_parameters()) | state)
+
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """To be held around forward and backward of a micro-batch; `last` of its step."""
         return self.data.micro_batch(last)

@@ -116,7 +116,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         meters=Meters(place.mesh, place.device, speed, config.optimizer.max_skipped),
         writers=build_writers(config, place, about["config"]),
         checkpoints=Checkpoints(
-            Store(checkpoint_dir(config, place), place.ranks), config.checkpoint, spread.model, step.optimizer, about
+            Store(checkpoint_dir(config, place), place.ranks), config.checkpoint, spread, step.optimizer, about
         ),
         evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check),
         stop=place.stop,

@@ -12,6 +12,7 @@ import yaml
 
 from models.config import Attention
 from parallel.config import Dtype, ParallelConfig, Reduce, Scope, Strategy
+from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
 from training.config import Config, DataKind, Load, ScheduleKind, TokenizerKind, leaves
 from training.inputs import input_problems
 from training.keys import keys, nearest, show
@@ -29,7 +30,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         model.vocab_multiple steps tokens sequence_length batch_sequences batch_tokens
         data.shuffle_block data.workers data.prefetch
         optimizer.max_skipped evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
-        hardware.gpus hardware.ranks_per_host parallel.ep""",
+        hardware.gpus hardware.ranks_per_host parallel.ep parallel.stages_per_rank""",
         lambda value: value >= 1,
         "must be at least 1",
     ),
@@ -63,6 +64,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
 ]
 DDP_KEYS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
+PP_KEYS = ("schedule", "stages_per_rank", "stage_layers")
 FSDP2_KEYS = ("reshard_after_forward", "reshard_after_backward", "prefetch_forward", "prefetch_backward", "cpu_offload")
 
 
@@ -201,6 +203,7 @@ def _parallel(config: Config, world: World) -> Iterator[Problem]:
             )
     yield from _strategy(parallel, world)
     yield from _tensor(config)
+    yield from _pipeline(config)
     reshard, shards = parallel.reshard_after_forward, parallel.dp_shard
     whole = parallel.strategy is Strategy.fsdp2 and shards >= 1
     if whole and not isinstance(reshard, bool) and (reshard < 1 or shards % reshard != 0):
@@ -261,7 +264,13 @@ def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
         )
         return
     illegal = any(degree < 1 and degree != -1 for degree in degrees.values()) or world.ranks < 1
-    if illegal or degrees["cp"] != 1 or -1 in (degrees["pp"], degrees["tp"]):
+    if illegal or degrees["cp"] != 1:
+        return
+    unknown = [axis for axis in ("pp", "tp") if degrees[axis] == -1]
+    for axis in unknown:  # what is one -1 alone was filled in
+        reason = f"is the rest of the {_ranks(world.ranks)}, and that is not known or no whole number"
+        yield Problem(f"parallel.{axis}", -1, reason, f"parallel.{axis}=2, or another number")
+    if unknown:
         return
     there = world.ranks  # for data parallelism, when the others have theirs
     for axis in ("tp", "pp"):
@@ -293,6 +302,79 @@ def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
         reason = f"{written} is {replicate * shard}, and there are {ranks}"
     choices = " or ".join(f"parallel.dp_shard={s} parallel.dp_replicate={r}" for s, r in pairs)
     yield Problem(f"parallel.{name}", degree, reason, f"{choices}; or -1 in one of them for the ranks that are left")
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    """Whether there are layers for every stage, and micro-batches as the schedule needs them."""
+    parallel, layers, pp = config.parallel, config.model.layers, config.parallel.pp
+    if pp == 1:
+        for name in PP_KEYS:
+            if getattr(parallel, name) != getattr(ParallelConfig(), name):
+                yield Problem(
+                    f"parallel.{name}", getattr(parallel, name), "there is one stage", "parallel.pp=2, or leave it out"
+                )
+        return
+    if pp < 2 or layers < 1:
+        return
+    each, fixed = stages_per_rank(parallel), parallel.schedule in (*ONE_STAGE, *V_SHAPED)
+    if parallel.stages_per_rank is not None and fixed and parallel.stages_per_rank != each:
+        reason = f"a rank has {_count(each, 'stage')} in the schedule {parallel.schedule.name}"
+        instead = "leave it out, or parallel.schedule=interleaved_1f1b"
+        yield Problem("parallel.stages_per_rank", parallel.stages_per_rank, reason, instead)
+    if layers < pp * each:
+        reason = (
+            f"is {_count(pp * each, 'stage')} with {each} on each rank, and the model has {_count(layers, 'layer')}"
+        )
+        fewer = [f"parallel.pp={layers // each}"] if layers // each > 1 else []
+        fewer += ["parallel.schedule=1f1b"] if each > 1 and layers >= pp else []
+        yield Problem("parallel.pp", pp, reason, " or ".join([*fewer, f"model.layers={pp * each}"]))
+    elif parallel.stage_layers is not None:
+        given = parallel.stage_layers
+        if len(given) != pp * each or sum(given) != layers or min(given) < 1:
+            reason = f"must be {_count(pp * each, 'number')} of at least 1 that add up to model.layers={layers}"
+            instead = f"parallel.stage_layers=[{','.join(map(str, _evenly(layers, pp * each)))}], or null"
+            yield Problem("parallel.stage_layers", given, reason, instead)
+    count = _micro_batches(config)
+    if config.micro_batch == "auto":
+        yield Problem("micro_batch", "auto", "is not found out with a pipeline", "micro_batch=1, or another number")
+    elif count is not None and count >= 1 and not runs(parallel, count):
+        assert config.batch_sequences is not None and isinstance(config.micro_batch, int)
+        micro, rank = config.micro_batch, config.batch_sequences // data_ranks(config)
+        sizes = [size for size in range(1, rank + 1) if rank % size == 0 and runs(parallel, rank // size)]
+        more = next(n for n in range(count, count + 4 * pp + 1) if runs(parallel, n) and n >= pp)
+        batch = more * micro * data_ranks(config)
+        reason = (
+            f"leaves {_count(count, 'micro-batch')} of a step, which the schedule {parallel.schedule.name} cannot take"
+        )
+        near = sorted(sizes, key=lambda size: abs(size - micro))[:2]
+        written = [_written("micro_batch", sorted(near))] if near else []
+        yield Problem("micro_batch", micro, reason, " or ".join([*written, f"batch_sequences={batch}"]))
+    if parallel.schedule in SPLIT:
+        if parallel.strategy is Strategy.fsdp2 and parallel.reshard_after_forward is not False:
+            reason = (
+                f"{parallel.schedule.name} computes gradients in two passes, between which parameters must stay whole"
+            )
+            yield Problem(
+                "parallel.reshard_after_forward",
+                parallel.reshard_after_forward,
+                reason,
+                "parallel.reshard_after_forward=false",
+            )
+        if config.compile.scope in (Scope.block, Scope.model):
+            reason = f"{parallel.schedule.name} computes gradients in two passes, which torch cannot compile"
+            yield Problem("compile.scope", config.compile.scope.name, reason, "compile=none, or parallel.schedule=1f1b")
+    if parallel.reduce is Reduce.micro_batch:
+        reason = "a pipeline sums gradients once a step"
+        yield Problem("parallel.reduce", "micro_batch", reason, "parallel.reduce=auto")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
+
+
+def _evenly(layers: int, stages: int) -> list[int]:
+    each, more = divmod(layers, stages)
+    return [each + (place < more) for place in range(stages)]
 
 
 def _tensor(config: Config) -> Iterator[Problem]:

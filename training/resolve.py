@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from parallel.config import Dtype, ParallelConfig
+from parallel.planning.stages import runs
 from training.config import Config, ScheduleKind, TokenizerKind
 from training.schedule import DEFAULT_DECAY_SHARE, DEFAULT_WARMUP_SHARE
 
@@ -142,10 +143,14 @@ def _resolve_batch(config: Config, sequence_length: int) -> None:
         config.steps, config.tokens = math.ceil(config.tokens / (config.batch_sequences * sequence_length)), None
     ranks = data_ranks(config)
     if config.micro_batch is None and ranks > 0 and config.batch_sequences % ranks == 0:
-        config.micro_batch = _micro_batch(config.batch_sequences // ranks, sequence_length)
+        config.micro_batch = _micro_batch(config.batch_sequences // ranks, sequence_length, config.parallel)
 
 
-def _micro_batch(sequences: int, sequence_length: int) -> int:
-    """The largest divisor of a rank's sequences with at most MICRO_BATCH_TOKENS tokens; at least 1."""
+def _micro_batch(sequences: int, sequence_length: int, parallel: ParallelConfig) -> int:
+    """The largest divisor of a rank's sequences with at most MICRO_BATCH_TOKENS tokens, of which the schedule of a
+    pipeline can take as many as there are; at least 1."""
     most = max(1, min(sequences, MICRO_BATCH_TOKENS // sequence_length))
-    return next(size for size in range(most, 0, -1) if sequences % size == 0)
+    fitting = [size for size in range(most, 0, -1) if sequences % size == 0]
+    if parallel.pp > 1:
+        fitting = [size for size in fitting if runs(parallel, sequences // size) and sequences // size >= parallel.pp]
+    return fitting[0] if fitting else 1

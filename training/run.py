@@ -14,7 +14,7 @@ from training import finish
 from training.adopt import adopt, load_problems
 from training.build import Text, assemble, check_same_text, checkpoint_dir, read_text, spread_model
 from training.check import check
-from training.checkpoint.contents import is_scored, model_state
+from training.checkpoint.contents import is_scored, load_model
 from training.checkpoint.folders import Saved
 from training.checkpoint.store import SaveFailed, Store, find
 from training.config import Config, Load, leaves
@@ -237,7 +237,7 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     assert config.sequence_length is not None
     spread = spread_model(config, place, settle(config.precision, place.device))
     suite = Suite(config.evals, text.prepared, text.tokenizer, config.sequence_length)
-    Store(saved.folder.parent, place.ranks).load(saved, model_state(spread.model))
+    load_model(Store(saved.folder.parent, place.ranks), saved, spread)
     place.console.say(f"scoring {saved.folder}")
     found = Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check).score(saved.step)
     if place.rank == 0 and found:

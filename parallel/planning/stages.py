@@ -10,6 +10,10 @@ V_SHAPED = (Schedule["zbv"], Schedule["dualpipev"])
 ONE_STAGE = (Schedule["gpipe"], Schedule["1f1b"])
 
 
+# Those that compute the gradients of weights apart from those of inputs.
+SPLIT = (Schedule["interleaved_zero_bubble"], *V_SHAPED)
+
+
 @dataclass(frozen=True)
 class Stage:
     """layers: of the whole model; first: it has the embedding; last: norm and head; rank: its place along pp."""
@@ -65,3 +69,14 @@ def balanced(model: ModelConfig, number: int) -> list[int]:
     last = min(range(1, model.layers - number + 2), key=lambda last: (costliest(last), -last))
     each, more = divmod(model.layers - last, number - 1)
     return [each + 1] * more + [each] * (number - 1 - more) + [last]
+
+
+def runs(parallel: ParallelConfig, micro_batches: int) -> bool:
+    """Whether the schedule can take so many micro-batches of a step; the rules are torch's."""
+    if parallel.schedule is Schedule["1f1b"]:
+        return micro_batches >= parallel.pp
+    if parallel.schedule is Schedule["dualpipev"]:
+        return micro_batches >= 2 * parallel.pp
+    if parallel.schedule in (Schedule["interleaved_1f1b"], Schedule["interleaved_zero_bubble"]):
+        return micro_batches % max(1, micro_batches // parallel.pp) == 0  # in rounds of equally many
+    return True

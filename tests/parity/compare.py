@@ -269,7 +269,7 @@ def relative(value: Any, expected: float) -> float:
 
 
 def gradient_difference(found: Weights, expected: Weights, norm: float, bounds: Bounds) -> float:
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     return largest(
         float((cut(found[name], value) - value).norm()) / max(float(value.norm()), bounds.floor * norm)
         for name, value in expected.items()
@@ -277,7 +277,7 @@ def gradient_difference(found: Weights, expected: Weights, norm: float, bounds: 
 
 
 def parameter_difference(found: Weights, expected: Weights, bounds: Bounds) -> float:
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     return largest(
         float(((cut(found[name], value) - value).abs() / (bounds.rtol * value.abs() + bounds.atol * max(LRS))).max())
         for name, value in expected.items()

@@ -155,7 +155,7 @@ def test_kernels_and_devices() -> None:
             "dp_shard=4 parallel.dp_repl",
         ),
         ("fsdp2", {"dp_replicate": -1, "dp_shard": -1}, World(12, 8), "parallel.dp_shard", "parallel.dp_shard=6"),
-        ("fsdp2", {"dp_shard": -1, "pp": -1}, World(8, 8), "parallel.pp", "parallel.pp=1"),
+        ("fsdp2", {"dp_shard": -1, "pp": -1}, World(8, 8), "parallel.pp", "parallel.pp=2"),
     ],
 )
 def test_degrees(strategy: str, degrees: dict[str, int], world: World, key: str, instead: str) -> None:
@@ -222,6 +222,48 @@ def test_ranks_that_only_tensor_parallelism_shares() -> None:
     assert problems(World(4, 4), "ddp", parallel__tp=2, parallel__dp_replicate=-1) == {}
     found = problems(World(4, 4), "ddp", parallel__tp=2, parallel__dp_replicate=-1, parallel__bucket_cap_mb=1.0)
     assert set(found) == {"parallel.bucket_cap_mb"}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "instead"),
+    [
+        ({"parallel__pp": 3}, "parallel.pp", "parallel.pp=2 or parallel.pp=4"),
+        ({"model__layers": 3}, "parallel.pp", "model.layers=4"),
+        (
+            {"parallel__schedule": "zbv", "parallel__reshard_after_forward": False, "model__layers": 7},
+            "parallel.pp",
+            "parallel.schedule=1f1b or model.layers=8",
+        ),
+        ({"parallel__stages_per_rank": 2}, "parallel.stages_per_rank", "parallel.schedule=interleaved_1f1b"),
+        ({"parallel__stage_layers": [4, 4, 2]}, "parallel.stage_layers", "parallel.stage_layers=[3,3,3,3], or null"),
+        ({"parallel__stage_layers": [4, 4, 4, 1]}, "parallel.stage_layers", "parallel.stage_layers=[3,3,3,3]"),
+        ({"micro_batch": "auto"}, "micro_batch", "micro_batch=1"),
+        ({"micro_batch": 8}, "micro_batch", "micro_batch=2 or micro_batch=4 or batch_sequences=64"),
+        ({"parallel__schedule": "zbv"}, "parallel.reshard_after_forward", "parallel.reshard_after_forward=false"),
+        ({"parallel__reduce": "micro_batch"}, "parallel.reduce", "parallel.reduce=auto"),
+        ({"parallel__pp": 1, "parallel__schedule": "zbv"}, "parallel.schedule", "parallel.pp=2"),
+        (
+            {"parallel__schedule": "zbv", "parallel__reshard_after_forward": False, "compile__scope": "block"},
+            "compile.scope",
+            "compile=none",
+        ),
+    ],
+)
+def test_pipelines(values: dict[str, Any], key: str, instead: str) -> None:
+    usual = {"parallel__pp": 4, "parallel__dp_shard": -1, "model__layers": 12}
+    found = problems(World(8, 8), "fsdp2", **(usual | values))
+    assert set(found) == {key}
+    assert instead in found[key].instead
+
+
+def test_a_micro_batch_that_is_not_given_suits_the_schedule() -> None:
+    world = World(8, 8)
+    for schedule in ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs"):
+        config = made(
+            world, "fsdp2", parallel__pp=4, parallel__dp_shard=-1, model__layers=12, parallel__schedule=schedule
+        )
+        assert check(config, world) == []
+        assert accumulation(config, world) == 4
 
 
 @settings(deadline=None, max_examples=200)

@@ -250,6 +250,8 @@ def test_every_preset_composes_and_checks(line: list[str], tmp_path: Path) -> No
     if "data=text" in line:
         (tmp_path / "x.txt").write_text("text")
         words.append(f"data.files=[{tmp_path}/x.txt]")
+    if "parallel=pp" in line:
+        words += ["model.layers=16", "micro_batch=1"]
     if "parallel=tp" in line:
         words.append("model.heads=16")
     if "parallel=single" in line:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from models.decoder import Decoder
+from parallel.apply import Spread
 from training.checkpoint.folders import Saved
 from training.checkpoint.store import SaveFailed, Store
 from training.config import CheckpointConfig, Load
@@ -17,8 +18,14 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 def model_state(model: Decoder) -> dict[str, Tensor]:
-    """Parameters by name; a shared one once."""
-    return {MODEL + name: parameter.data for name, parameter in model.named_parameters()}
+    """Parameters by name; a shared one once, by the name of its owner."""
+    return {MODEL + name: p.data for name, p in model.named_parameters() if name not in model.copies}
+
+
+def load_model(store: Store, saved: Saved, spread: Spread) -> None:
+    """Weights alone."""
+    store.load(saved, model_state(spread.model))
+    spread.copy_shared({})
 
 
 @dataclass
@@ -27,12 +34,14 @@ class Checkpoints:
 
     store: Store
     config: CheckpointConfig
-    model: Decoder
+    spread: Spread
     optimizer: Optimizer
     about: dict[str, Any]  # what stays the same over the run: config, versions, tokenizer
 
     def state(self) -> dict[str, Tensor]:
-        return model_state(self.model) | {OPTIMIZER + name: value for name, value in self.optimizer.tensors().items()}
+        copies = tuple(f"{name}." for name in self.spread.model.copies)
+        optimizer = {name: value for name, value in self.optimizer.tensors().items() if not name.startswith(copies)}
+        return model_state(self.spread.model) | {OPTIMIZER + name: value for name, value in optimizer.items()}
 
     def due(self, step: int) -> bool:
         return self.config.every > 0 and step % self.config.every == 0
@@ -48,7 +57,11 @@ class Checkpoints:
         return saved
 
     def restore(self, saved: Saved, parts: Load) -> None:
-        self.store.load(saved, self.state() if parts is Load.all else model_state(self.model))
+        if parts is Load.all:
+            self.store.load(saved, self.state())
+            self.spread.copy_shared(self.optimizer.tensors())
+        else:
+            load_model(self.store, saved, self.spread)
 
     def test_restore(self, step: int, tokens: int, skipped_steps: int) -> tuple[float, float]:
         """Saves to the real destination, reads it back, compares bit by bit and deletes it. Returns the seconds of
