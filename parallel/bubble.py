@@ -30,12 +30,24 @@ class Pass:
 
 def orders(parallel: ParallelConfig, micro_batches: int) -> list[list[Pass]]:
     """The passes of each rank in the order of the schedule."""
+    if parallel.schedule is Schedule["1f1b"]:  # torch's own account of it is not what it does
+        return [_one_forward_one_backward(rank, parallel.pp, micro_batches) for rank in range(parallel.pp)]
     # private; seen on torch 2.11 and 2.15
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     each = stages_per_rank(parallel)
     of_ranks: Any = get_schedule_ops(parallel.schedule.value, parallel.pp, micro_batches, each)
     return [[one for action in rank if action is not None for one in _passes(action)] for rank in of_ranks]
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Pass]:
+    ahead = min(ranks - rank, micro_batches)
+    order = [Pass("F", rank, number) for number in range(ahead)]
+    for number in range(micro_batches):
+        order.append(Pass("B", rank, number))
+        if number + ahead < micro_batches:
+            order.append(Pass("F", rank, number + ahead))
+    return order
 
 
 def _passes(action: Any) -> list[Pass]:
