@@ -59,8 +59,8 @@ def _passes(action: Any) -> list[Pass]:
 
 
 def simulate(order: list[list[Pass]], seconds: dict[int, float]) -> float:
-    """The share of the ranks' time in which they wait, from first pass to last. seconds: of each stage's forward pass of
-    a micro-batch; sending costs nothing. Raises ValueError where the order can never end."""
+    """The share of the ranks' time in which they wait, from first pass to last. seconds: of each stage's forward pass
+    of a micro-batch; sending costs nothing. Raises ValueError where the order can never end."""
     ended: dict[Pass, float] = {}
     clocks, places = [0.0] * len(order), [0] * len(order)
     busy, last = 0.0, max(seconds)

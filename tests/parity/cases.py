@@ -13,7 +13,7 @@ from training.check import check
 from training.compose import compose
 from training.config import Config
 from training.refusal import Refusal
-from training.resolve import Chosen, World, resolve
+from training.resolve import Chosen, World, data_ranks, resolve
 
 SEED = 5
 SEQUENCES, LENGTH = 12, 16  # of a step; 12 is what 4 ranks x 3 micro-batches need
@@ -29,7 +29,8 @@ MODELS = {
     "untied": f"{SIZES} model.tied_head=false model.vocab_multiple=128",
     "tied for tp": f"{TP_SIZES} model.layers=3 model.tied_head=true model.vocab_multiple=1",
     "untied for tp": f"{TP_SIZES} model.layers=3 model.tied_head=false model.vocab_multiple=128",
-    "grouped heads": f"{TP_SIZES} model.layers=3 model.kv_heads=4 model.bias=false model.logit_softcap=3.0 model.z_loss=0.01",
+    "grouped heads": f"{TP_SIZES} model.layers=3 model.kv_heads=4 model.bias=false model.logit_softcap=3.0 "
+    "model.z_loss=0.01",
     "three matrices": f"{TP_SIZES} model.layers=3 model.kv_heads=4 model.fused_qkv=false model.tied_head=false",
     "tied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=true model.vocab_multiple=1",
     "untied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=false model.vocab_multiple=128",
@@ -79,11 +80,9 @@ def config_of(case: Case) -> Config:
     asked = copy.deepcopy(_composed(layout.overrides)[0])
     config.parallel, config.compile = asked.parallel, asked.compile
     config.batch_sequences = SEQUENCES
-    config.micro_batch = (
-        SEQUENCES // (layout.ranks // (max(asked.parallel.tp, 1) * asked.parallel.pp)) // case.accumulation
-    )
     world = World(layout.ranks, layout.ranks_per_host)
     resolve(config, world, chosen)
+    config.micro_batch = SEQUENCES // data_ranks(config) // case.accumulation
     problems = check(config, world)
     assert not problems, f"{case}: {Refusal(problems)}"
     config.model.vocab_size = VOCABULARY  # a prime, which no tokenizer has

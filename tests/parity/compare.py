@@ -132,8 +132,8 @@ def untwin(whole: Whole, tied: bool) -> Whole:
 
 
 def part(tensor: Tensor) -> tuple[torch.Size, Region, Tensor]:
-    """The whole shape; where the part that this rank holds begins and ends in each dimension, and the part. Shards are as equal as
-    torch.chunk makes them; the axes of the mesh cut from the last to the first."""
+    """The whole shape; where the part that this rank holds begins and ends in each dimension, and the part. Shards are
+    as equal as torch.chunk makes them; the axes of the mesh cut from the last to the first."""
     region = [(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tensor.shape, tuple(region), tensor

@@ -86,3 +86,20 @@ TENSOR = [
     ],
     layout(8, "parallel=hsdp parallel.tp=2", 4),
 ]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+# Every schedule alone, and pipelines with every other axis; the number is that of micro-batches a step.
+PIPELINE = [
+    *[(layout(2, f"parallel=pp parallel.schedule={name}"), 6) for name in SCHEDULES],
+    *[(layout(4, f"parallel=pp parallel.schedule={name}"), 12) for name in SCHEDULES],
+    (layout(2, "parallel=pp parallel.stage_layers=[2,7]"), 2),
+    (layout(2, "parallel=pp parallel.schedule=interleaved_1f1b parallel.stages_per_rank=3"), 4),
+    (layout(4, "parallel=ddp parallel.pp=2"), 3),
+    (layout(4, "parallel=zero1 parallel.pp=2 parallel.schedule=zbv"), 6),
+    (layout(4, "parallel=fsdp2 parallel.pp=2"), 3),
+    (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.schedule=gpipe"), 2),
+    (layout(4, "parallel=pp parallel.tp=2 parallel.pp=2 parallel.schedule=interleaved_1f1b"), 6),
+    (layout(8, "parallel=3d"), 3),
+    (layout(8, "parallel=hsdp parallel.pp=2", 4), 3),
+]

@@ -9,7 +9,7 @@ import torch
 from tests.oracle import train
 from tests.parity.cases import SEED, Case, Training, batches, config_of, recipe_of, shape_of
 from tests.parity.compare import BOUNDS, Differences, run_cases
-from tests.parity.layouts import COMPILED, COMPILED_TENSOR, MAIN, OPTIONS, STATIC_GRAPH, TENSOR
+from tests.parity.layouts import COMPILED, COMPILED_TENSOR, MAIN, OPTIONS, PIPELINE, STATIC_GRAPH, TENSOR
 from tests.parity.table import TABLE
 from tests.ranks import RanksFailed, run_ranks
 
@@ -44,6 +44,12 @@ CASES = [
         for training in trainings
     ],
     *[Case(layout, 3, Training("grouped heads", "sgd", "fp32")) for layout in TENSOR if layout.ranks == 4],
+    *[
+        Case(layout, count, training)
+        for layout, count in PIPELINE
+        for training in (Training("tied for pp", "sgd", "fp64"), Training("untied for pp", "adamw", "fp64"))
+    ],
+    *[Case(layout, count, Training("tied for pp", "sgd", "fp32")) for layout, count in PIPELINE if layout.ranks == 2],
     *[Case(MAIN[0], times, training) for times, trainings in TENSOR_FLOAT64.items() for training in trainings],
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],
     *[pytest.param(Case(layout, 3, TENSOR_FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED_TENSOR],
