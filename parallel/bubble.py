@@ -17,6 +17,8 @@ from parallel.planning.stages import SPLIT, Stage, runs, stages, stages_per_rank
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}  # torch's names
 # Of a forward pass of the same stage: gradients of inputs and of weights cost as much each.
 COST = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+# The first stage has no input that needs a gradient: torch does all of its backward pass with the weights.
+COST_OF_FIRST = {"F": 1.0, "I": 0.0, "W": 2.0, "B": 2.0}
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def simulate(order: list[list[Pass]], seconds: dict[int, float]) -> float:
                 ready = [ended.get(need) for need in _needs(one, last, order)]
                 if None in ready:
                     break
-                cost = COST[one.kind] * seconds[one.stage]
+                cost = (COST if one.stage > 0 else COST_OF_FIRST)[one.kind] * seconds[one.stage]
                 clocks[rank] = max([clocks[rank], *(end for end in ready if end is not None)]) + cost
                 ended[one] = clocks[rank]
                 busy += cost

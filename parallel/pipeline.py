@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.roles import Role, Spec, parameter_specs, specify
+from parallel.bubble import Clock
 from parallel.config import ParallelConfig
 from parallel.local import local
 from parallel.planning.stages import Stage, stages
@@ -40,6 +41,24 @@ def build_decoder(model: ModelConfig, held: list[Stage]) -> Decoder:
     return decoder
 
 
+class TimedStage(PipelineStage):
+    """Its passes are counted as time in which the rank computes."""
+
+    clock: Clock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.during("busy"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.during("busy"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.during("busy"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
 class Pipeline:
     """The stages of this rank and how they are run. A collective over `pp` in all it does.
 
@@ -61,6 +80,7 @@ class Pipeline:
         self.ranks = dist.get_process_group_ranks(self.group)
         self.sequence_cuts = mesh["tp"].size()
         self.schedules: dict[tuple[int, ...], Any] = {}
+        self.clock = Clock(device)
         self.divisor = torch.ones(())
         self.loss_sum = torch.zeros(())
 
@@ -74,8 +94,17 @@ class Pipeline:
         whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
         self.divisor = divisor
         self.loss_sum = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
-        self.schedules[shape].step(target=whole["labels"], return_outputs=False, **whole)
+        with self.clock.during("all"):
+            self.schedules[shape].step(target=whole["labels"], return_outputs=False, **whole)
         return self.loss_sum
+
+    def bubble_share(self) -> float:
+        """The share of the schedules' time since the last call in which the ranks of the pipeline did not compute, on
+        average. Waits for the device."""
+        of_ranks: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(of_ranks, self.clock.read(), group=self.group)
+        busy, whole = zip(*of_ranks, strict=True)
+        return 1 - sum(busy) / (len(busy) * max(whole))  # a rank that ends early waits for the others
 
     def _loss(self, loss: Tensor, labels: Tensor) -> Tensor:
         """loss: what Head returns, the summed loss of a micro-batch."""
@@ -89,7 +118,7 @@ class Pipeline:
         loss = torch.empty(1, dtype=torch.promote_types(self.dtype, torch.float32), device="meta", requires_grad=True)
         last = len(self.rank_of) - 1
         parts = [
-            PipelineStage(
+            TimedStage(
                 module,
                 index,
                 last + 1,
@@ -100,6 +129,8 @@ class Pipeline:
             )
             for index, module in self.passes.items()
         ]
+        for part in parts:
+            part.clock = self.clock
         kind = get_schedule_class(self.parallel.schedule.value)
         held: Any = parts[0] if issubclass(kind, PipelineScheduleSingle) else parts
         return kind(held, count, loss_fn=self._loss, scale_grads=False)

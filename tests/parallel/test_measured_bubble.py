@@ -1,0 +1,74 @@
+"""The measured bubble of stages whose passes last as long as they are told to, against the simulated one."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from parallel.bubble import orders, simulate
+from parallel.config import ParallelConfig, Schedule
+from parallel.mesh import build_mesh, start_process_group
+from parallel.pipeline import Pipeline, stages_here
+from parallel.planning.stages import stages_per_rank
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+SECONDS = 0.05  # of a forward pass, of the gradient of its input and of that of its weights
+MICRO_BATCHES = 8
+
+
+class Wait(torch.autograd.Function):
+    """The identity, whose passes take their time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(SECONDS)
+        return gradient, None
+
+
+class Slow(nn.Module):
+    """A stage: one path to its input, one to its weight, so that a schedule can take them apart."""
+
+    def __init__(self, first: bool, last: bool) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, *stream: Tensor, tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...] | Tensor:
+        x = tokens.unsqueeze(-1).expand(*tokens.shape, 4).double().requires_grad_() if self.first else stream[0]
+        y = Wait.apply(x, SECONDS) + Wait.apply(self.weight, 0.0)
+        return (y * torch.ones_like(y)).sum().reshape(1) if self.last else (y,)  # a gradient that can be sent
+
+
+def measured(parallel: ParallelConfig) -> float:
+    start_process_group(CPU, 60)
+    mesh = build_mesh(parallel, CPU)
+    model = ModelConfig(layers=parallel.pp * stages_per_rank(parallel), dim=4, vocab_size=7)
+    passes: dict[int, nn.Module] = {
+        stage.index: Slow(stage.first, stage.last).double() for stage in stages_here(model, parallel, mesh)
+    }
+    pipeline = Pipeline(passes, model, parallel, mesh, torch.float64, CPU)
+    batch = {"tokens": torch.ones(1, 2, dtype=torch.long), "labels": torch.ones(1, 2, dtype=torch.long)}
+    for _ in range(2):  # the first connects
+        pipeline.clock.read()
+        dist.barrier()  # as the gradient's norm does at the end of each step
+        pipeline.backward([batch] * MICRO_BATCHES, torch.ones(()))
+    return pipeline.bubble_share()
+
+
+@pytest.mark.parametrize("schedule", Schedule, ids=lambda schedule: schedule.name)
+def test_the_measured_bubble_is_the_simulated_one(schedule: Schedule) -> None:
+    parallel = ParallelConfig(pp=2, schedule=schedule)
+    number = parallel.pp * stages_per_rank(parallel)
+    expected = simulate(orders(parallel, MICRO_BATCHES), dict.fromkeys(range(number), 1.0))
+    for found in run_ranks(2, measured, parallel):
+        assert found == pytest.approx(expected, rel=0.1, abs=0.03)
