@@ -28,6 +28,13 @@ def parameters(config: ModelConfig) -> int:
     return tables + head + final_norm + config.layers * sum(_block_parameters(config))
 
 
+def block_flops_per_token(config: ModelConfig, sequence_length: int) -> tuple[float, float, float]:
+    """Floating-point operations of one block's forward for one token: of all its matrix products, of attention over
+    the whole square, and of the last product alone, which is among the first."""
+    matrices, _ = _block_parameters(config)
+    return 2.0 * matrices, 4.0 * config.dim * sequence_length, 2.0 * config.dim * config.feedforward_dim
+
+
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Floating-point operations of forward and backward for one token of training.
 

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from parallel.activations import keep_activations
 from parallel.compile import compile_model
-from parallel.config import CompileConfig, Dtype, ParallelConfig, Scope, Strategy
+from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy
 from parallel.data import DataParallel, Replicated, Sharded, Single
 from parallel.materialize import materialize
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
@@ -41,6 +42,7 @@ def parallelize(
     precision: Dtype,
     reduce: Dtype,
     compile: CompileConfig,
+    activations: ActivationsConfig,
     seed: int,
     device: torch.device,
 ) -> Spread:
@@ -53,7 +55,7 @@ def parallelize(
     compute = compute_dtype(precision)
     low = compute is not master_dtype(precision)
 
-    # Here, in this order: pipeline split, tensor and expert cuts, context, activation checkpointing.
+    # Here, in this order: pipeline split, tensor and expert cuts, context, activations, compile.
     if parallel.tp > 1:
         from parallel.tensor import cut_tensors, overlap_communication  # imports DTensor, which takes seconds
 
@@ -61,6 +63,7 @@ def parallelize(
         cut_tensors(decoder, mesh["tp"])
         if parallel.async_tp:
             overlap_communication(mesh["tp"])
+    keep_activations(decoder, activations, device)
     compiled = compile_model(decoder, compile, device)
     if parallel.strategy is not Strategy.single and not parallel.torch_ddp:
         assert mesh is not None

@@ -11,6 +11,7 @@ from parallel.apply import Spread, parallelize
 from parallel.config import Dtype
 from parallel.mesh import data_coordinate, random_coordinate
 from parallel.precision import settle
+from parallel.recomputation import told
 from training import memory
 from training.check import describe
 from training.checkpoint.contents import Checkpoints
@@ -74,6 +75,7 @@ def spread_model(config: Config, place: Place, dtype: Dtype) -> Spread:
         dtype,
         config.precision.reduce_dtype,
         config.compile,
+        config.activations,
         config.seed,
         place.device,
     )
@@ -199,6 +201,8 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
     layout = ", ".join([config.parallel.strategy.name, *(f"{axis} {n}" for axis, n in degrees.items() if n > 1)])
     compiled = spread.compiled.name
     say(f"run {place.folder.path}: {parameters(config.model):,} parameters, {dtype.name}, compile {compiled}")
+    assert config.sequence_length is not None
+    say(f"  activations: {told(config.activations, config.model, config.sequence_length)}")
     say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
     tokens, heldout = len(prepared.train), len(prepared.heldout)
     say(f"  data {config.data.kind.name}: {tokens:,} tokens to train on, {heldout:,} held out")

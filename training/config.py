@@ -6,7 +6,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.schema import Changes, key
-from parallel.config import CompileConfig, ParallelConfig, PrecisionConfig
+from parallel.config import ActivationsConfig, CompileConfig, ParallelConfig, PrecisionConfig
 
 
 class TokenizerKind(Enum):
@@ -231,6 +231,7 @@ class Config:
     parallel: ParallelConfig = key(ParallelConfig, "how it is spread", Changes.layout)
     precision: PrecisionConfig = key(PrecisionConfig, "dtype of the computation")
     compile: CompileConfig = key(CompileConfig, "torch.compile", Changes.layout)
+    activations: ActivationsConfig = key(ActivationsConfig, "what is kept for backward", Changes.layout)
     tokenizer: TokenizerConfig = key(TokenizerConfig, "text to tokens")
     data: DataConfig = key(DataConfig, "text, and its order")
     optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer")

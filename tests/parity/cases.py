@@ -74,7 +74,7 @@ def config_of(case: Case) -> Config:
     overrides = f"{RUN} {MODELS[training.model]} {OPTIMIZERS[training.optimizer]} precision={training.precision}"
     config, chosen = copy.deepcopy(_composed(overrides))
     asked = copy.deepcopy(_composed(layout.overrides)[0])
-    config.parallel, config.compile = asked.parallel, asked.compile
+    config.parallel, config.compile, config.activations = asked.parallel, asked.compile, asked.activations
     config.batch_sequences = SEQUENCES
     config.micro_batch = SEQUENCES // (layout.ranks // max(asked.parallel.tp, 1)) // case.accumulation
     world = World(layout.ranks, layout.ranks_per_host)

@@ -141,7 +141,8 @@ def part(tensor: Tensor) -> tuple[Region, Tensor]:
 def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]:
     precision = settle(config.precision, CPU)
     reduce = config.precision.reduce_dtype
-    spread = parallelize(config.model, mesh, config.parallel, precision, reduce, config.compile, config.seed, CPU)
+    layout = (config.parallel, precision, reduce, config.compile, config.activations)
+    spread = parallelize(config.model, mesh, *layout, config.seed, CPU)
     optimizer = build_optimizer(config.optimizer, spread.model)
     return spread, WatchedStep(spread, mesh, optimizer, config.optimizer.clip)
 
