@@ -31,7 +31,7 @@ PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.badd
 def keep_activations(model: Decoder, config: ActivationsConfig, device: torch.device) -> None:
     """Applies the mode in place, before anything is compiled."""
     mode = settled(config, model.config)
-    options = {"use_reentrant": False, "preserve_rng_state": model.config.dropout > 0}
+    options = {"preserve_rng_state": model.config.dropout > 0}
     kept = ATTENTION + REDUCE_SCATTERS + (PRODUCTS if mode is Recompute.selective else [])
     contexts = partial(create_selective_checkpoint_contexts, kept)
     layers = recomputed_layers(config, model.config)
@@ -49,10 +49,9 @@ def recomputed(blocks: Sequence[nn.Module], call: Callable[..., Stream], **optio
     """`call`, which runs the blocks, so that backward runs it again on the same parameters and random numbers, but for
     what `context_fn` keeps. options: those of torch.utils.checkpoint."""
 
-    def run(*stream: Tensor, **inputs: Tensor | None) -> Stream:
+    def run(*stream: Tensor, **inputs: Any) -> Stream:
         again = call if torch.compiler.is_compiling() else on_same_copies(blocks, call)
-        found: Stream = checkpoint(again, *stream, **options, **inputs)
-        return found
+        return checkpoint(again, *stream, use_reentrant=False, **options, **inputs)
 
     return run
 

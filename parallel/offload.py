@@ -80,11 +80,11 @@ class Shelf:
         if tensor.nbytes < self.least or address in self.parameters:
             return tensor.detach()
         if address not in self.memories:
-            here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # type: ignore[call-overload]
+            here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
             host = torch.empty(here.shape, dtype=torch.uint8, pin_memory=self.copying is not None)
             self._copy(host, here)
             self.memories[address] = Memory(here, host)
-        return View(self.memories[address], tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return View(self.memories[address], tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def let_go(self) -> None:
         """What is computed from here on may use the device's memory again."""
@@ -110,7 +110,7 @@ class Shelf:
             return kept
         assert kept.memory.here is not None
         view = torch.empty(0, dtype=kept.dtype, device=self.device)
-        return view.set_(kept.memory.here.untyped_storage(), kept.offset, kept.size, kept.stride)  # type: ignore[call-overload]
+        return view.set_(kept.memory.here.untyped_storage(), kept.offset, kept.size, kept.stride)
 
     def _copy(self, to: Tensor, source: Tensor) -> None:
         if self.copying is None:

@@ -40,7 +40,7 @@ def on_same_copies(blocks: Sequence[nn.Module], call: Callable[..., Any]) -> Cal
     """`call`, which runs the blocks, for use in backward: on the parameters that the blocks have now. In forward they
     may be LowPrecision's copies, which it has taken back by then."""
     module = _Called(blocks, call)
-    now = dict(module.named_parameters())
+    now: dict[str, Tensor] = dict(module.named_parameters())
     if all(isinstance(parameter, nn.Parameter) for parameter in now.values()):
         return call  # masters, or what FSDP2 puts in their place by itself
 

@@ -9,7 +9,7 @@ import torch
 from tests.oracle import train
 from tests.parity.cases import SEED, Case, Training, batches, config_of, recipe_of, shape_of
 from tests.parity.compare import BOUNDS, Differences, run_cases
-from tests.parity.layouts import COMPILED, COMPILED_TENSOR, MAIN, OPTIONS, STATIC_GRAPH, TENSOR
+from tests.parity.layouts import ACTIVATIONS, COMPILED, COMPILED_TENSOR, MAIN, OPTIONS, STATIC_GRAPH, TENSOR
 from tests.parity.table import TABLE
 from tests.ranks import RanksFailed, run_ranks
 
@@ -33,7 +33,7 @@ CASES = [
         for times, trainings in FLOAT64.items()
         for training in trainings
     ],
-    *[Case(layout, 3, Training("tied", "sgd", "fp64")) for layout in OPTIONS],
+    *[Case(layout, 3, Training("tied", "sgd", "fp64")) for layout in [*OPTIONS, *ACTIVATIONS]],
     Case(STATIC_GRAPH, 1, Training("tied", "sgd", "fp64")),
     *[Case(layout, 3, training) for layout in MAIN if layout.ranks == 4 for training in FLOAT32],
     *[Case(MAIN[0], 1, training) for training in FLOAT32],
