@@ -1,13 +1,15 @@
 """What the blocks keep for backward waits in CPU memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models.decoder import Stream, Walk
-from parallel.local import local
+from parallel.local import is_sharded, local
 
 SMALL = 1 / 16  # of the block's input, in bytes; what is less (statistics of norms) is not worth a copy
 
@@ -44,13 +46,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor as a part of a storage."""
+    """A tensor as a part of a storage. `whole` makes the DTensor of it, where it was one."""
 
     memory: Memory
     dtype: torch.dtype
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
+    whole: Callable[[Tensor], Tensor] | None
 
 
 class Shelf:
@@ -75,16 +78,18 @@ class Shelf:
         """Called by autograd for each tensor it keeps."""
         if not self.parameters:  # not earlier: FSDP2 puts whole ones in place when the block begins
             self.parameters = {local(p).untyped_storage().data_ptr() for p in self.block.parameters()}
-        storage = tensor.untyped_storage()
+        part = local(tensor)
+        storage = part.untyped_storage()
         address = storage.data_ptr()
-        if tensor.nbytes < self.least or address in self.parameters:
+        if part.nbytes < self.least or address in self.parameters:
             return tensor.detach()
         if address not in self.memories:
             here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
             host = torch.empty(here.shape, dtype=torch.uint8, pin_memory=self.copying is not None)
             self._copy(host, here)
             self.memories[address] = Memory(here, host)
-        return View(self.memories[address], tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        offset = int(part.storage_offset())
+        return View(self.memories[address], part.dtype, offset, part.shape, part.stride(), _maker(tensor))
 
     def let_go(self) -> None:
         """What is computed from here on may use the device's memory again."""
@@ -110,7 +115,8 @@ class Shelf:
             return kept
         assert kept.memory.here is not None
         view = torch.empty(0, dtype=kept.dtype, device=self.device)
-        return view.set_(kept.memory.here.untyped_storage(), kept.offset, kept.size, kept.stride)
+        view.set_(kept.memory.here.untyped_storage(), kept.offset, kept.size, kept.stride)
+        return view if kept.whole is None else kept.whole(view)
 
     def _copy(self, to: Tensor, source: Tensor) -> None:
         if self.copying is None:
@@ -125,3 +131,11 @@ class Shelf:
         """What is computed from here on comes after the copies."""
         if self.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
+
+
+def _maker(tensor: Any) -> Callable[[Tensor], Tensor] | None:
+    """What makes a DTensor like this one of its local part; None for a plain tensor."""
+    if not is_sharded(tensor):
+        return None
+    like = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+    return partial(type(tensor).from_local, device_mesh=tensor.device_mesh, placements=tensor.placements, **like)

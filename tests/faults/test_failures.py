@@ -62,6 +62,7 @@ def check_report(said: str) -> None:
     assert all(part in said for part in ("weights", "gradients", "optimizer", "activations"))
     ways = [line.strip() for line in said.partition("instead, one of:")[2].splitlines() if line.startswith("    ")]
     assert len(ways) == 3 and ways[0].startswith("micro_batch=1:"), said
+    assert ways[1].startswith("activations=full:"), said
     assert "Traceback" not in said
 
 

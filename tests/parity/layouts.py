@@ -68,6 +68,10 @@ ACTIVATIONS = [
     layout(2, "parallel=zero1 activations=segments"),
     layout(2, "parallel=ddp activations=full"),
 ]
+TENSOR_ACTIVATIONS = [
+    *[layout(2, f"parallel=tp activations={mode}") for mode in ("full", "selective", "segments", "offload")],
+    *[layout(4, f"parallel=fsdp2 parallel.tp=2 activations={mode}") for mode in ("full", "segments", "offload")],
+]
 
 # Compiled graphs, which take a minute to make on a CPU.
 COMPILED = [

@@ -9,7 +9,16 @@ import torch
 from tests.oracle import train
 from tests.parity.cases import SEED, Case, Training, batches, config_of, recipe_of, shape_of
 from tests.parity.compare import BOUNDS, Differences, run_cases
-from tests.parity.layouts import ACTIVATIONS, COMPILED, COMPILED_TENSOR, MAIN, OPTIONS, STATIC_GRAPH, TENSOR
+from tests.parity.layouts import (
+    ACTIVATIONS,
+    COMPILED,
+    COMPILED_TENSOR,
+    MAIN,
+    OPTIONS,
+    STATIC_GRAPH,
+    TENSOR,
+    TENSOR_ACTIVATIONS,
+)
 from tests.parity.table import TABLE
 from tests.ranks import RanksFailed, run_ranks
 
@@ -43,6 +52,7 @@ CASES = [
         for times, trainings in TENSOR_FLOAT64.items()
         for training in trainings
     ],
+    *[Case(layout, 3, TENSOR_FLOAT64[3][1]) for layout in TENSOR_ACTIVATIONS],
     *[Case(layout, 3, Training("grouped heads", "sgd", "fp32")) for layout in TENSOR if layout.ranks == 4],
     *[Case(MAIN[0], times, training) for times, trainings in TENSOR_FLOAT64.items() for training in trainings],
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],

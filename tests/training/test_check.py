@@ -75,6 +75,14 @@ def test_the_default_is_right() -> None:
         ("evals__tasks", ["heldout", "heldout"], "evals.tasks=[heldout]"),
         ("parallel__tp", 2, "parallel.tp=1"),
         ("parallel__ep", 2, "parallel.ep=1"),
+        ("activations__mode", "budget", "compile=block or compile=model"),
+        ("activations__segments", 2, "activations=segments"),
+        ("activations__segments", 0, "activations.segments=1"),
+        ("activations__every_n", 3, "activations=every_n"),
+        ("activations__every_n", 0, "activations.every_n=1"),
+        ("activations__budget", 0.3, "activations=budget"),
+        ("activations__budget", 0.0, "activations.budget=0.5"),
+        ("activations__budget", 1.1, "activations.budget=0.5"),
         ("parallel__static_graph", True, "parallel=ddp"),
         ("parallel__reshard_after_forward", 2, "parallel=fsdp2"),
         ("precision__reduce_dtype", "tf32", "precision.reduce_dtype=fp32"),
@@ -162,6 +170,27 @@ def test_degrees(strategy: str, degrees: dict[str, int], world: World, key: str,
     found = problems(world, strategy, **{f"parallel__{name}": degree for name, degree in degrees.items()})
     assert set(found) == {key}
     assert instead in found[key].instead
+
+
+def test_each_mode_of_activations_has_its_keys() -> None:
+    for mode, keys in {
+        "segments": {"activations__segments": 4},
+        "every_n": {"activations__every_n": 9},
+        "budget": {"activations__budget": 1.0, "compile__scope": "model"},
+    }.items():
+        assert problems(activations__mode=mode, **keys) == {}
+    found = problems(activations__mode="segments", activations__segments=5)  # of a model of 4 layers
+    assert found["activations.segments"].instead.startswith("activations.segments=4, or null")
+    found = problems(activations__mode="full", activations__segments=2, activations__every_n=3, activations__budget=1.0)
+    assert set(found) == {"activations.segments", "activations.every_n", "activations.budget"}
+
+
+def test_a_budget_needs_a_compiled_graph() -> None:
+    budget = {"activations__mode": "budget"}
+    assert set(problems(**budget, compile__scope="none", hardware__device="cuda")) == {"activations.mode"}
+    assert set(problems(**budget, hardware__device="cpu")) == {"activations.mode"}
+    assert problems(**budget, hardware__device="cuda") == {}
+    assert problems(**budget, compile__scope="block") == {}
 
 
 def test_reshard_divides_the_shards() -> None:

@@ -132,11 +132,13 @@ class ConsoleWriter:
         self._first = None
 
     def steps(self, records: list[Record]) -> None:
-        record = records[-1]
+        record, first = records[-1], self._first is None
         notes = step_notes(record)
         if record["step"] < self.total_steps:
             notes.insert(1, f"{duration(self._seconds_left(record))} left")
         self.console.progress("step", record["step"], self.total_steps, notes)
+        if first:
+            self.console.say(f"  memory at the peak after the first step: {records[0]['memory_bytes'] / 2**30:.2f} GiB")
 
     def _seconds_left(self, record: Record) -> float:
         """By the clock since the first report: saves and scores are in it, compilation before the first step is not."""
