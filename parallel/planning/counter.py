@@ -25,6 +25,8 @@ KINDS = {
     "reduce_scatter_tensor": "reduce_scatter",
 }
 
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")  # text that names no group
+
 Key = tuple[str, int, str]  # axis, ranks of the group, kind of collective
 
 
@@ -47,17 +49,17 @@ class CollectiveCounter(TorchDispatchMode):
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # DTensor makes plain operators and collectives of it, which come here again
         result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if func.namespace in NAMESPACES and name != "wait_tensor":
-            self._count(name, args, result)
+        if func.namespace in NAMESPACES:
+            group = next(filter(None, map(_group, (*args, *(kwargs or {}).values()))), None)
+            if group is not None:  # else it waits for one, or wraps what came of it
+                self._count(func.overloadpacket.__name__, group, [*args, result])
         return result
 
-    def _count(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        group = _group(args)
+    def _count(self, name: str, group: dist.ProcessGroup, values: list[Any]) -> None:
         key = (self._axis(group), group.size(), KINDS.get(name, name))
         self.number[key] += 1
         # The whole buffer is the largest of what goes in and what comes out.
-        self.buffer_bytes[key] += max(sum(tensor.nbytes for tensor in _tensors(part)) for part in (*args, result))
+        self.buffer_bytes[key] += max(sum(tensor.nbytes for tensor in _tensors(value)) for value in values)
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         """The axis of this group, or of which it is a part: FSDP2 may reshard to fewer ranks than an axis has."""
@@ -72,12 +74,13 @@ def _ranks(group: dist.ProcessGroup) -> set[int]:
     return set(dist.get_process_group_ranks(group))
 
 
-def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """c10d's operators take the process group in a box, the functional ones its name, last of their arguments."""
-    for value in args:
-        if isinstance(value, torch.ScriptObject) and value._type().qualified_name().endswith(".ProcessGroup"):  # type: ignore[attr-defined]
-            return dist.ProcessGroup.unbox(value)
-    return dist.distributed_c10d._resolve_process_group(args[-1])  # private; seen on torch 2.11 and 2.15
+def _group(value: Any) -> dist.ProcessGroup | None:
+    """The process group that an argument of an operator is: c10d's take it in a box, the functional ones its name."""
+    if isinstance(value, torch.ScriptObject) and value._type().qualified_name().endswith(".ProcessGroup"):  # type: ignore[attr-defined]
+        return dist.ProcessGroup.unbox(value)
+    if isinstance(value, str) and value not in REDUCTIONS:
+        return dist.distributed_c10d._resolve_process_group(value)  # private; seen on torch 2.11 and 2.15
+    return value if isinstance(value, dist.ProcessGroup) else None
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

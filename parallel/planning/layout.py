@@ -1,15 +1,14 @@
 """What a rank has of each parameter, from the degrees alone. No torch here."""
 
 import math
+from dataclasses import replace
 
-from models.config import ModelConfig
 from models.shapes import Shapes
-from parallel.config import Dtype, ParallelConfig, Strategy
+from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
 
 BYTES = {Dtype.fp32: 4, Dtype.tf32: 4, Dtype.bf16: 2, Dtype.fp64: 8}
 
-# The dimension along which tensor parallelism cuts the parameters of a module; those of no module here are whole on
-# each of its ranks, as are the biases of modules that are cut along dimension 1.
+# The dimension along which parallel.tensor.ROWS cut the weight of each module; a bias is cut with its rows.
 TENSOR_CUTS = {"qkv": 0, "q": 0, "k": 0, "v": 0, "up": 0, "tokens": 0, "head": 0, "out": 1, "down": 1}
 
 
@@ -20,9 +19,15 @@ def master_bytes(compute: Dtype) -> int:
 
 def tensor_cut(name: str) -> int | None:
     """The dimension along which tensor parallelism cuts a parameter; None: it is whole on each rank."""
-    module, own = name.split(".")[-2:]
+    module, own_name = name.split(".")[-2:]
     cut = TENSOR_CUTS.get(module)
-    return None if own == "bias" and cut == 1 else cut
+    return None if own_name == "bias" and cut == 1 else cut
+
+
+def is_partial(name: str) -> bool:
+    """Whether a parameter is whole on each tensor rank and used there on a share of the sequence only: norms and
+    positions. (The biases of out and down are added to what all ranks have.)"""
+    return name.split(".")[-2] not in TENSOR_CUTS
 
 
 def part(length: int, ranks: int, rank: int) -> int:
@@ -51,14 +56,17 @@ def padded_shard(shapes: Shapes, shards: int) -> int:
     return sum(math.ceil(shape[0] / shards) * math.prod(shape[1:]) for shape in shapes.values())
 
 
-def is_sharded(parallel: ParallelConfig) -> bool:
-    """Whether FSDP2 holds the parameters; ddp with tensor parallelism is FSDP2 with one shard."""
-    return parallel.strategy is Strategy.fsdp2 or (parallel.strategy is Strategy.ddp and parallel.tp > 1)
+def as_sharded(parallel: ParallelConfig) -> ParallelConfig:
+    """The keys of FSDP2 as parallel.data.Sharded takes them: where it stands in for ddp, copies stay whole in a
+    step."""
+    if parallel.strategy is not Strategy.ddp:
+        return parallel
+    return replace(parallel, reshard_after_forward=False, reshard_after_backward=False, reduce=Reduce.step)
 
 
 def reshards_to(parallel: ParallelConfig) -> int | None:
-    """Ranks among which a block's parameters lie between forward and backward; None: they stay whole. A number of 1 is
-    false and one of all shards is true, as FSDP2 takes them."""
+    """Ranks among which a block's parameters lie between forward and backward; None: they stay whole. To FSDP2 a number
+    of 1 is false."""
     wanted = parallel.reshard_after_forward
     if wanted is True:
         return parallel.dp_shard

@@ -2,6 +2,7 @@
 
 tests/parallel/test_traffic.py holds each against the collectives that are really made."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +12,8 @@ from models.shapes import Shapes, block_shapes, parameter_shapes, root_shapes
 from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
 from parallel.planning.layout import (
     BYTES,
-    is_sharded,
+    as_sharded,
+    is_partial,
     master_bytes,
     padded_shard,
     reshards_to,
@@ -21,7 +23,7 @@ from parallel.planning.layout import (
 )
 
 COUNT_BYTES = 8  # of the number of predicted tokens, a float64
-ALL, BLOCKS = "all", "blocks"
+ALL, BLOCKS, PARTIAL = "all", "blocks", "norms, positions"
 
 
 class Collective(Enum):
@@ -64,17 +66,20 @@ class Traffic:
         return self.buffer_bytes * share * (2 if self.collective is Collective.all_reduce else 1)
 
 
-def traffic(model: ModelConfig, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch) -> list[Traffic]:
-    """All collectives of a training step over axes of more than one rank. `compute`: settled, not auto. Raises
-    ValueError while the vocabulary is not known."""
+def traffic(
+    model: ModelConfig, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch, tensor_rank: int = 0
+) -> list[Traffic]:
+    """All collectives of a training step over axes of more than one rank. `compute`: settled, not auto. `tensor_rank`:
+    where sizes do not divide, later ranks along tp move less. Raises ValueError while the vocabulary is not known."""
     found = [*_tokens(parallel)]
-    if is_sharded(parallel):
-        found += _sharded(model, parallel, compute, reduce, batch)
-    elif parallel.strategy is Strategy.ddp:
+    if parallel.torch_ddp:
         found += _ddp(model, parallel, compute)
-    found += _tensor(model, parallel, compute, batch)
+    elif parallel.strategy is not Strategy.single:
+        found += _sharded(model, as_sharded(parallel), compute, reduce, batch, tensor_rank)
+    if parallel.tp > 1:
+        found += _tensor(model, parallel, compute, reduce, batch)
     found += _norm(model, parallel, compute)
-    return [entry for entry in found if entry.ranks > 1 and entry.number > 0]
+    return [entry for entry in found if entry.ranks > 1]
 
 
 def _tokens(parallel: ParallelConfig) -> Iterator[Traffic]:
@@ -88,11 +93,9 @@ def _norm(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> Itera
     """The square of the gradient's norm: one number for each way in which gradients are cut, summed over the axes of
     that cut."""
     cuts = {tensor_cut(name) for name in parameter_shapes(model)} if parallel.tp > 1 else {None}
-    width = master_bytes(compute)
-    numbers = {"dp_shard": len(cuts) if is_sharded(parallel) else 0, "tp": len(cuts - {None})}
-    for axis, number in numbers.items():
-        ranks = getattr(parallel, axis)
-        yield Traffic(axis, ranks, Collective.all_reduce, "gradient norm", ALL, number, number * width)
+    for axis, number in (("dp_shard", len(cuts)), ("tp", len(cuts - {None}))):
+        ranks, size = getattr(parallel, axis), number * master_bytes(compute)
+        yield Traffic(axis, ranks, Collective.all_reduce, "gradient norm", ALL, number, size)
 
 
 def buckets(shapes: Shapes, value_bytes: int, cap_mb: float) -> list[int]:
@@ -101,7 +104,7 @@ def buckets(shapes: Shapes, value_bytes: int, cap_mb: float) -> list[int]:
     compiled block come in another order, so that the number may differ there, the sum never."""
     cap, found, filled = int(cap_mb * 1024 * 1024), [], 0
     for shape in reversed(shapes.values()):
-        filled += values({"": shape}) * value_bytes
+        filled += math.prod(shape) * value_bytes
         if filled >= cap:
             found.append(filled)
             filled = 0
@@ -116,7 +119,7 @@ def _ddp(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> Iterat
 
 
 def _sharded(
-    model: ModelConfig, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch
+    model: ModelConfig, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch, tensor_rank: int
 ) -> Iterator[Traffic]:
     """FSDP2. A unit is a block, or the root: embedding, last norm and head.
 
@@ -125,46 +128,52 @@ def _sharded(
     from as many ranks as it was resharded to; the root never is. Gradients, in the reduce dtype: reduce-scattered over
     shards in each micro-batch or once a step, then all-reduced over replicas once a step."""
     shards, replicas, layers = parallel.dp_shard, parallel.dp_replicate, model.layers
-    block = padded_shard(tensor_shapes(block_shapes(model), parallel.tp), shards)
-    shard = layers * block + padded_shard(tensor_shapes(root_shapes(model), parallel.tp), shards)
+    block = padded_shard(tensor_shapes(block_shapes(model), parallel.tp, tensor_rank), shards)
+    root = padded_shard(tensor_shapes(root_shapes(model), parallel.tp, tensor_rank), shards)
+    shard, units = layers * block + root, layers + 1
 
     forwards = batch.accumulation if parallel.reshard_after_backward else 1
-    number = (layers + 1) * forwards
-    gathered = forwards * shards * shard * BYTES[compute]
-    yield Traffic("dp_shard", shards, Collective.all_gather, "parameters", ALL, number, gathered)
+    size = forwards * shards * shard * BYTES[compute]
+    yield Traffic("dp_shard", shards, Collective.all_gather, "parameters", ALL, units * forwards, size)
     again = reshards_to(parallel)
-    if again is not None and shards > 1:
+    if again is not None:
         number = layers * batch.accumulation
-        gathered = number * shards * block * BYTES[compute]
-        yield Traffic("dp_shard", again, Collective.all_gather, "parameters for backward", BLOCKS, number, gathered)
+        size = number * shards * block * BYTES[compute]
+        yield Traffic("dp_shard", again, Collective.all_gather, "parameters for backward", BLOCKS, number, size)
 
-    times = 1 if reduces_once(parallel) else batch.accumulation
-    number, scattered = (layers + 1) * times, times * shards * shard * BYTES[reduce]
-    yield Traffic("dp_shard", shards, Collective.reduce_scatter, "gradients", ALL, number, scattered)
-    yield Traffic("dp_replicate", replicas, Collective.all_reduce, "gradients", ALL, layers + 1, shard * BYTES[reduce])
+    times = reductions(parallel, batch)
+    size = times * shards * shard * BYTES[reduce]
+    yield Traffic("dp_shard", shards, Collective.reduce_scatter, "gradients", ALL, units * times, size)
+    yield Traffic("dp_replicate", replicas, Collective.all_reduce, "gradients", ALL, units, shard * BYTES[reduce])
 
 
-def reduces_once(parallel: ParallelConfig) -> bool:
-    """Whether gradients are summed over shards once a step: where asked for, and by default where parameters stay whole
-    in the step."""
+def reductions(parallel: ParallelConfig, batch: Batch) -> int:
+    """How many times a step FSDP2 sums gradients over shards: once where asked for, and by default where parameters
+    stay whole in the step; else in each micro-batch."""
     by_default = parallel.reduce is Reduce.auto and parallel.reshard_after_forward is False
-    return parallel.reduce is Reduce.step or by_default
+    return 1 if parallel.reduce is Reduce.step or by_default else batch.accumulation
 
 
-def _tensor(model: ModelConfig, parallel: ParallelConfig, compute: Dtype, batch: Batch) -> Iterator[Traffic]:
+def _tensor(
+    model: ModelConfig, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch
+) -> Iterator[Traffic]:
     """Tensor parallelism with the stream between parts cut along the sequence (Korthikanti et al. 2022, 4.2.2).
 
     Attention and the feed-forward layer each gather the stream and scatter what they add to it, the embedding scatters
     and the head gathers; in backward a gather is a reduce-scatter and the other way round. The loss needs the largest
-    score, the sum of exponentials and the label's score of each token. Parameters that are whole on each tensor rank
-    see part of the sequence each, so their gradients are summed."""
+    score of each token, then the sum of exponentials and the label's score. A parameter that is whole on each rank and
+    used on a share of the sequence has a part of its gradient on each: FSDP2 sums them one by one when it reduces; in
+    its absence all are summed together, once a step."""
     ranks, tokens = parallel.tp, batch.micro_batch * batch.sequence_length
     stream, number = tokens * model.dim * BYTES[compute], (4 * model.layers + 2) * batch.accumulation
     for collective in (Collective.all_gather, Collective.reduce_scatter):
         yield Traffic("tp", ranks, collective, "activations", ALL, number, number * stream)
-    score = max(4, BYTES[compute])
-    number, width = 2 * batch.accumulation, (1 + 2) * tokens * score * batch.accumulation
-    yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, width)
-    whole = {name: shape for name, shape in parameter_shapes(model).items() if tensor_cut(name) is None}
-    summed = values(whole) * master_bytes(compute)
-    yield Traffic("tp", ranks, Collective.all_reduce, "gradients", "norms, positions, biases", len(whole), summed)
+    number, size = 2 * batch.accumulation, 3 * tokens * batch.accumulation * max(4, BYTES[compute])
+    yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, size)
+    partial = {name: shape for name, shape in parameter_shapes(model).items() if is_partial(name)}
+    number, size = 1, values(partial) * master_bytes(compute)
+    if parallel.strategy is not Strategy.single:
+        times = reductions(as_sharded(parallel), batch)
+        dtype = compute if times == batch.accumulation else reduce  # FSDP2 adds up micro-batches in the reduce dtype
+        number, size = times * len(partial), times * values(partial) * BYTES[dtype]
+    yield Traffic("tp", ranks, Collective.all_reduce, "gradients", PARTIAL, number, size)

@@ -7,15 +7,17 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.config import Dtype, ParallelConfig
+from models.flops import parameters
+from parallel.config import Dtype
 from parallel.mesh import data_coordinate, start_process_group
 from parallel.planning.counter import CollectiveCounter, Key
-from parallel.planning.traffic import Batch, Collective, Traffic, traffic
-from tests.parity.cases import LENGTH, Case, Training, batches, config_of, slices
+from parallel.planning.traffic import Batch, Traffic, traffic
+from tests.parity.cases import LENGTH, SEQUENCES, Case, Training, batches, config_of, slices
 from tests.parity.compare import CPU, build, mesh_of
-from tests.parity.layouts import MAIN, OPTIONS, layout
+from tests.parity.layouts import MAIN, OPTIONS, TENSOR, layout
 from tests.ranks import run_ranks
 from training.config import Config
+from training.resolve import data_ranks
 from training.step import Step
 
 pytestmark = pytest.mark.torch211
@@ -32,57 +34,77 @@ LAYOUTS = [
     layout(4, "parallel=hsdp parallel.reshard_after_forward=2 parallel.reshard_after_backward=false", 2),
     layout(4, "parallel=hsdp parallel.reduce=micro_batch parallel.reshard_after_forward=false", 2),
 ]
-MODELS = {1: Training("tied", "sgd", "fp64"), 3: Training("untied", "adamw", "fp32")}
+TENSOR_LAYOUTS = [
+    *[of for of in TENSOR if of.ranks <= 4],
+    layout(4, "parallel=fsdp2_tp parallel.reduce=step"),
+    layout(2, "parallel=fsdp2 parallel.dp_shard=1 parallel.tp=2"),
+]
 LOW = [
     layout(4, "parallel=ddp"),
     layout(4, "parallel=fsdp2"),
     layout(4, "parallel=hsdp", 2),
     layout(2, "parallel=zero1"),
 ]
+LOW_TENSOR = [layout(2, "parallel=tp"), layout(4, "parallel=fsdp2_tp"), layout(4, "parallel=ddp parallel.tp=2")]
+
+
+def trained(tied: str, untied: str) -> dict[int, Training]:
+    """What is trained with each accumulation."""
+    return {1: Training(tied, "sgd", "fp64"), 3: Training(untied, "adamw", "fp32")}
+
+
 CASES = [
-    *[Case(of, times, training) for of in LAYOUTS if of.ranks > 1 for times, training in MODELS.items()],
+    *[Case(of, n, model) for of in LAYOUTS if of.ranks > 1 for n, model in trained("tied", "untied").items()],
+    *[Case(of, n, model) for of in TENSOR_LAYOUTS for n, model in trained("grouped heads", "untied for tp").items()],
     *[Case(of, 3, Training("untied", "sgd", "bf16")) for of in LOW],
+    *[Case(of, 3, Training("three matrices", "sgd", "bf16")) for of in LOW_TENSOR],
+    Case(layout(4, "parallel=zero1 parallel.tp=2"), 1, Training("tied for tp", "sgd", "bf16")),
 ]
+
+
+LOW_REDUCED = [case for case in CASES if case.training.precision == "bf16" and case.training.model == "untied"]
 
 
 def configured(case: Case) -> Config:
     config = config_of(case)
-    if case.training.precision == "bf16":
+    if case in LOW_REDUCED:
         config.precision.reduce_dtype = Dtype.bf16
     return config
 
 
-def count(cases: list[tuple[Case, Config]]) -> list[Counts]:
-    """On a rank: what each case's step is seen to do."""
+def count(cases: list[tuple[Case, Config]]) -> list[tuple[Counts, int]]:
+    """On a rank: what each case's step is seen to do, and the rank's place along tp."""
     start_process_group(CPU, timeout_seconds=60)
-    meshes: dict[tuple[int, int], DeviceMesh] = {}
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
     try:
         return [count_step(config, mesh_of(config, meshes)) for _, config in cases]
     finally:
         dist.destroy_process_group()
 
 
-def count_step(config: Config, mesh: DeviceMesh | None) -> Counts:
+def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, int]:
     assert mesh is not None and isinstance(config.micro_batch, int)
     spread, watched = build(config, mesh)
     step = Step(spread, mesh, watched.optimizer, config.optimizer.clip)
-    rank, data_ranks = data_coordinate(mesh)
+    rank, ranks = data_coordinate(mesh)
     for number, batch in enumerate(batches()[: COUNTED + 1]):
         micro_batches: list[dict[str, Any]] = [
-            {"tokens": micro.tokens, "labels": micro.labels}
-            for micro in slices(batch, rank, data_ranks, config.micro_batch)
+            {"tokens": micro.tokens, "labels": micro.labels} for micro in slices(batch, rank, ranks, config.micro_batch)
         ]
         if number < COUNTED:
             step(micro_batches, 1, 0.01)
     with CollectiveCounter(mesh) as counter:
         step(micro_batches, 1, 0.01)
-    return {key: (number, counter.buffer_bytes[key]) for key, number in counter.number.items()}
+    return {key: (number, counter.buffer_bytes[key]) for key, number in counter.number.items()}, mesh.get_local_rank(
+        "tp"
+    )
 
 
-def formula(case: Case, config: Config) -> list[Traffic]:
+def formula(config: Config, tensor_rank: int = 0) -> list[Traffic]:
     assert isinstance(config.micro_batch, int)
-    batch = Batch(config.micro_batch, case.accumulation, LENGTH)
-    return traffic(config.model, config.parallel, config.precision.dtype, config.precision.reduce_dtype, batch)
+    batch = Batch(config.micro_batch, SEQUENCES // data_ranks(config) // config.micro_batch, LENGTH)
+    precision = config.precision
+    return traffic(config.model, config.parallel, precision.dtype, precision.reduce_dtype, batch, tensor_rank)
 
 
 def summed(entries: list[Traffic]) -> Counts:
@@ -98,16 +120,16 @@ def summed(entries: list[Traffic]) -> Counts:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_makes_the_collectives_of_the_formulas_and_no_other(ranks: int) -> None:
     cases = [(case, configured(case)) for case in CASES if case.layout.ranks == ranks]
-    of_ranks = run_ranks(ranks, count, cases, timeout=200)
-    expected = {str(case): summed(formula(case, config)) for case, config in cases}
-    for counted in of_ranks:
-        assert dict(zip(expected, counted, strict=True)) == expected
+    for of_rank in run_ranks(ranks, count, cases, timeout=200):
+        counted = {str(case): counts for (case, _), (counts, _) in zip(cases, of_rank, strict=True)}
+        expected = {
+            str(case): summed(formula(config, place)) for (case, config), (_, place) in zip(cases, of_rank, strict=True)
+        }
+        assert counted == expected
 
 
-def test_ddp_sends_its_gradients_almost_twice() -> None:
-    case = Case(layout(4, "parallel=ddp"), 3, MODELS[3])
-    config = config_of(case)
-    model = config.model
-    block = 12 * 30 + 30 * 3 * 30 + 30 * 30 + 2 * 30 * 34 + 34 + 0 * model.layers  # 
-    gradients = [entry for entry in formula(case, config) if entry.what == "gradients"]
-    assert block and gradients
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ddp_sends_almost_twice_its_gradient(ranks: int) -> None:
+    config = config_of(Case(layout(ranks, "parallel=ddp"), 3, Training("tied", "sgd", "fp32")))
+    (gradients,) = (entry for entry in formula(config) if entry.what == "gradients")
+    assert gradients.sent_bytes == 2 * (ranks - 1) / ranks * 4 * parameters(config.model)
