@@ -13,6 +13,7 @@ from parallel.mesh import data_coordinate, random_coordinate
 from parallel.precision import settle
 from parallel.recomputation import told
 from training import memory
+from training.advice import Device, advice
 from training.check import describe
 from training.checkpoint.contents import Checkpoints
 from training.checkpoint.store import Store
@@ -31,8 +32,9 @@ from training.metrics.throughput import no_peak, peak_flops
 from training.metrics.writers import Writers
 from training.optimizers.build import build_optimizer
 from training.place import Place
+from training.plan import axes_table
 from training.refusal import Problem, Refusal
-from training.resolve import Chosen, resolve_epochs
+from training.resolve import DEGREES, Chosen, resolve_epochs
 from training.schedule import Schedule
 from training.step import Step
 from training.tokenizers import Tokenizer, build
@@ -193,17 +195,29 @@ def speed_of(config: Config, place: Place, dtype: Dtype, step_tokens: int) -> Sp
     return Speed(step_tokens, place.world.ranks, flops_per_token(config.model, config.sequence_length), peak)
 
 
+def device_of(config: Config, place: Place, dtype: Dtype) -> Device:
+    """What advice asks of the device: what the config says of it, else what the device says of itself."""
+    if place.device.type != "cuda":
+        return Device(dtype, config.hardware.memory_bytes, None)
+    memory = config.hardware.memory_bytes or torch.cuda.get_device_properties(place.device).total_memory
+    return Device(dtype, memory, speed_of(config, place, dtype, 1).peak_flops)
+
+
 def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Spread, step: Step, suite: Suite) -> None:
     """What is about to be done, in a few lines."""
     say, prepared, on_gpu = place.console.say, text.prepared, place.device.type == "cuda"
     name = torch.cuda.get_device_name(place.device) if on_gpu else "CPU"
-    degrees = {axis: getattr(config.parallel, axis) for axis in ("dp_replicate", "dp_shard")}
+    degrees = {axis: getattr(config.parallel, axis) for axis in DEGREES}
     layout = ", ".join([config.parallel.strategy.name, *(f"{axis} {n}" for axis, n in degrees.items() if n > 1)])
     compiled = spread.compiled.name
     say(f"run {place.folder.path}: {parameters(config.model):,} parameters, {dtype.name}, compile {compiled}")
     assert config.sequence_length is not None
     say(f"  activations: {told(config.activations, config.model, config.sequence_length)}")
     say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
+    for line in axes_table(config, dtype).splitlines():
+        say(f"  {line}")
+    for told in advice(config, place.world, device_of(config, place, dtype)):
+        say(f"  advice: {told}")
     tokens, heldout = len(prepared.train), len(prepared.heldout)
     say(f"  data {config.data.kind.name}: {tokens:,} tokens to train on, {heldout:,} held out")
     for group in step.optimizer.groups:

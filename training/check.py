@@ -48,7 +48,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     (
         """optimizer.lr optimizer.eps optimizer.clip epochs max_minutes model.norm_eps model.logit_softcap
-        parallel.timeout_seconds parallel.bucket_cap_mb hardware.peak_tflops""",
+        parallel.timeout_seconds parallel.bucket_cap_mb hardware.peak_tflops hardware.memory_gib""",
         lambda value: value > 0,
         "must be above 0",
     ),

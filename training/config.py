@@ -205,6 +205,13 @@ class HardwareConfig:
     peak_tflops: float | None = key(
         None, "dense peak of one device in the run's dtype, for MFU; null: from the table of known devices", Changes.io
     )
+    memory_gib: float | None = key(
+        None, "memory of one device in GiB, for advice; null: the device's own on CUDA, unknown on a CPU", Changes.io
+    )
+
+    @property
+    def memory_bytes(self) -> float | None:
+        return None if self.memory_gib is None else self.memory_gib * 2**30
 
 
 @dataclass

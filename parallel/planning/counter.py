@@ -76,10 +76,11 @@ def _ranks(group: dist.ProcessGroup) -> set[int]:
 
 def _group(value: Any) -> dist.ProcessGroup | None:
     """The process group that an argument of an operator is: c10d's take it in a box, the functional ones its name."""
-    if isinstance(value, torch.ScriptObject) and value._type().qualified_name().endswith(".ProcessGroup"):  # type: ignore[attr-defined]
+    if isinstance(value, torch.ScriptObject) and value._type().qualified_name().endswith(".ProcessGroup"):
         return dist.ProcessGroup.unbox(value)
     if isinstance(value, str) and value not in REDUCTIONS:
-        return dist.distributed_c10d._resolve_process_group(value)  # private; seen on torch 2.11 and 2.15
+        resolve: Any = dist.distributed_c10d._resolve_process_group  # private; seen on torch 2.11 and 2.15
+        return resolve(value)
     return value if isinstance(value, dist.ProcessGroup) else None
 
 

@@ -1,7 +1,7 @@
 """What a rank holds in memory during a training step, from a config alone. No torch here.
 
-The bytes of parameters, gradients and moments are exact; what is gathered, waits to be reduced, and is kept for backward
-is an estimate of the peak, without the allocator's fragmentation, CUDA's context and kernels' workspaces."""
+The bytes of parameters, gradients and moments are exact. What is gathered, what waits to be reduced and what is kept
+for backward are estimates of the peak, without the allocator's fragmentation, CUDA's context and the kernels' own."""
 
 from dataclasses import dataclass
 

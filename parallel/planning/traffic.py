@@ -60,6 +60,10 @@ class Traffic:
     buffer_bytes: int
 
     @property
+    def only_numbers(self) -> bool:
+        return self.buffer_bytes <= 8 * self.number
+
+    @property
     def sent_bytes(self) -> float:
         """What a rank sends in a step."""
         share = (self.ranks - 1) / self.ranks
@@ -174,6 +178,5 @@ def _tensor(
     number, size = 1, values(partial) * master_bytes(compute)
     if parallel.strategy is not Strategy.single:
         times = reductions(as_sharded(parallel), batch)
-        dtype = compute if times == batch.accumulation else reduce  # FSDP2 adds up micro-batches in the reduce dtype
-        number, size = times * len(partial), times * values(partial) * BYTES[dtype]
+        number, size = times * len(partial), times * values(partial) * BYTES[reduce]
     yield Traffic("tp", ranks, Collective.all_reduce, "gradients", PARTIAL, number, size)

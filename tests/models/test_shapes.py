@@ -1,5 +1,7 @@
 """The shapes that plans are made of are those of the model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,16 +9,16 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.shapes import parameter_shapes
 
-SMALL = {"layers": 2, "dim": 24, "heads": 4, "vocab_size": 67, "context": 9}
+SMALL = ModelConfig(layers=2, dim=24, heads=4, vocab_size=67, context=9)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        ModelConfig(**SMALL),
-        ModelConfig(**SMALL, tied_head=False, bias=False, vocab_multiple=1),
-        ModelConfig(**SMALL, kv_heads=2, ffn_dim=34),
-        ModelConfig(**SMALL, kv_heads=1, fused_qkv=False),
+        SMALL,
+        replace(SMALL, tied_head=False, bias=False, vocab_multiple=1),
+        replace(SMALL, kv_heads=2, ffn_dim=34),
+        replace(SMALL, kv_heads=1, fused_qkv=False),
     ],
     ids=str,
 )

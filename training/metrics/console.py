@@ -195,13 +195,15 @@ def scores_lines(records: Sequence[Record]) -> str:
     return "\n".join(f"step {step}  {task}: {'  '.join(values)}" for task, values in tasks.items())
 
 
-def table(header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first to the left and the others to the right, with a line under the header."""
+def table(header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Columns of text, the first `texts` to the left and the others to the right, with a line under the header."""
     widths = [max(map(len, column)) for column in zip(*header, *rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
-        first, *others = zip(row, widths, strict=True)
-        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()
+        cells = enumerate(zip(row, widths, strict=True))
+        return "  ".join(
+            cell.ljust(width) if place < texts else cell.rjust(width) for place, (cell, width) in cells
+        ).rstrip()
 
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
     return "\n".join([*map(line, header), rule, *map(line, rows)])
