@@ -1,11 +1,11 @@
 """What is legal and poor in a config. It is said before a run, and nothing is refused for it. No torch here."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from models.flops import flops_per_token
-from parallel.config import Dtype, Scope, Strategy
+from parallel.config import Dtype, Recompute, Scope, Strategy
 from parallel.planning.layout import reshards_to
 from training.config import Config
 from training.plan import memory_of, whole_replica
@@ -38,7 +38,7 @@ class Device:
 
 def advice(config: Config, world: World, device: Device) -> list[str]:
     """Each poor choice with what would be better. Where something is not known, nothing is said of it."""
-    rules = (_whole_replica_fits, _tensor_across_hosts, _eager)
+    rules = (_whole_replica_fits, _tensor_across_hosts, _full_recompute, _eager)
     return [told for rule in rules for told in rule(config, world, device)]
 
 
@@ -68,6 +68,18 @@ def _tensor_across_hosts(config: Config, world: World, device: Device) -> Iterat
         yield (
             f"parallel.tp={tp}: lies across hosts of {per_host} ranks, and each layer waits for the link between them; "
             f"parallel.tp={gcd(tp, per_host)} stays within a host"
+        )
+
+
+def _full_recompute(config: Config, world: World, device: Device) -> Iterator[str]:
+    if config.activations.mode is not Recompute.full or device.memory_bytes is None:
+        return
+    selective = replace(config, activations=replace(config.activations, mode=Recompute.selective))
+    planned = memory_of(selective, device.dtype)
+    if planned is not None and planned.total <= FITS * device.memory_bytes:
+        yield (
+            "activations=full: computes the matrix products of each block again; activations=selective keeps them, and "
+            f"fits a device: {_gib(planned.total, device.memory_bytes)}"
         )
 
 

@@ -216,8 +216,8 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
     say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
     for line in axes_table(config, dtype).splitlines():
         say(f"  {line}")
-    for told in advice(config, place.world, device_of(config, place, dtype)):
-        say(f"  advice: {told}")
+    for better in advice(config, place.world, device_of(config, place, dtype)):
+        say(f"  advice: {better}")
     tokens, heldout = len(prepared.train), len(prepared.heldout)
     say(f"  data {config.data.kind.name}: {tokens:,} tokens to train on, {heldout:,} held out")
     for group in step.optimizer.groups:

@@ -23,7 +23,7 @@ def traffic_of(config: Config, dtype: Dtype) -> list[Traffic]:
     batch = batch_of(config)
     if batch is None or config.model.vocab_size is None:
         return []
-    return traffic(config.model, config.parallel, dtype, config.precision.reduce_dtype, batch)
+    return traffic(config.model, config.parallel, dtype, config.precision.reduce_dtype, batch, config.activations)
 
 
 def memory_of(config: Config, dtype: Dtype, parallel: ParallelConfig | None = None) -> Memory | None:
@@ -33,7 +33,7 @@ def memory_of(config: Config, dtype: Dtype, parallel: ParallelConfig | None = No
         return None
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     reduce = config.precision.reduce_dtype
-    return memory(config.model, parallel or config.parallel, dtype, reduce, batch, moments)
+    return memory(config.model, parallel or config.parallel, dtype, reduce, batch, config.activations, moments)
 
 
 def whole_replica(config: Config) -> ParallelConfig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from models.config import ModelConfig
 from models.shapes import block_shapes, parameter_shapes, root_shapes
-from parallel.config import Dtype, ParallelConfig, Strategy
+from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Strategy
 from parallel.planning.activations import activation_bytes
 from parallel.planning.layout import (
     BYTES,
@@ -51,7 +51,13 @@ def held_values(model: ModelConfig, parallel: ParallelConfig, shard_rank: int = 
 
 
 def memory(
-    model: ModelConfig, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch, moments: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    compute: Dtype,
+    reduce: Dtype,
+    batch: Batch,
+    activations: ActivationsConfig,
+    moments: int,
 ) -> Memory:
     """The peak of the first rank. `moments`: the optimizer's values for each of the parameters'; AdamW 2, SGD 1. Raises
     ValueError while the vocabulary is not known."""
@@ -60,8 +66,8 @@ def memory(
         copies, reduction = _whole(model, parallel, compute)
     else:
         copies, reduction = _sharded(model, as_sharded(parallel), compute, reduce, batch)
-    kept = activation_bytes(model, parallel, compute, batch)
-    return Memory(masters, masters, moments * masters, copies, reduction, kept)
+    kept = batch.micro_batch * batch.sequence_length * activation_bytes(model, activations, compute, parallel.tp)
+    return Memory(masters, masters, moments * masters, copies, reduction, round(kept))
 
 
 def _whole(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from enum import Enum
 
 from models.config import ModelConfig
 from models.shapes import Shapes, block_shapes, parameter_shapes, root_shapes
-from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
+from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Reduce, Strategy
 from parallel.planning.layout import (
     BYTES,
     as_sharded,
@@ -21,6 +21,7 @@ from parallel.planning.layout import (
     tensor_shapes,
     values,
 )
+from parallel.recomputation import recomputed_layers, segment_borders, settled
 
 COUNT_BYTES = 8  # of the number of predicted tokens, a float64
 ALL, BLOCKS, PARTIAL = "all", "blocks", "norms, positions"
@@ -71,7 +72,13 @@ class Traffic:
 
 
 def traffic(
-    model: ModelConfig, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch, tensor_rank: int = 0
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    compute: Dtype,
+    reduce: Dtype,
+    batch: Batch,
+    activations: ActivationsConfig,
+    tensor_rank: int = 0,
 ) -> list[Traffic]:
     """All collectives of a training step over axes of more than one rank. `compute`: settled, not auto. `tensor_rank`:
     where sizes do not divide, later ranks along tp move less. Raises ValueError while the vocabulary is not known."""
@@ -81,7 +88,7 @@ def traffic(
     elif parallel.strategy is not Strategy.single:
         found += _sharded(model, as_sharded(parallel), compute, reduce, batch, tensor_rank)
     if parallel.tp > 1:
-        found += _tensor(model, parallel, compute, reduce, batch)
+        found += _tensor(model, parallel, compute, reduce, batch, activations)
     found += _norm(model, parallel, compute)
     return [entry for entry in found if entry.ranks > 1]
 
@@ -158,8 +165,23 @@ def reductions(parallel: ParallelConfig, batch: Batch) -> int:
     return 1 if parallel.reduce is Reduce.step or by_default else batch.accumulation
 
 
+def _again(model: ModelConfig, activations: ActivationsConfig) -> tuple[int, int]:
+    """Gathers and scatters of the stream that backward makes again. A block that is computed again gathers for
+    attention and for the feed-forward layer; what was scattered is kept. A segment keeps nothing, and scatters again
+    but for its last, whose result no gradient needs."""
+    if settled(activations, model) is Recompute.segments:
+        segments = len(segment_borders(activations, model.layers)) - 1
+        return 2 * model.layers, 2 * model.layers - segments
+    return 2 * len(recomputed_layers(activations, model)), 0
+
+
 def _tensor(
-    model: ModelConfig, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    compute: Dtype,
+    reduce: Dtype,
+    batch: Batch,
+    activations: ActivationsConfig,
 ) -> Iterator[Traffic]:
     """Tensor parallelism with the stream between parts cut along the sequence (Korthikanti et al. 2022, 4.2.2).
 
@@ -169,8 +191,10 @@ def _tensor(
     used on a share of the sequence has a part of its gradient on each: FSDP2 sums them one by one when it reduces; in
     its absence all are summed together, once a step."""
     ranks, tokens = parallel.tp, batch.micro_batch * batch.sequence_length
-    stream, number = tokens * model.dim * BYTES[compute], (4 * model.layers + 2) * batch.accumulation
-    for collective in (Collective.all_gather, Collective.reduce_scatter):
+    stream = tokens * model.dim * BYTES[compute]
+    collectives = (Collective.all_gather, Collective.reduce_scatter)
+    for collective, again in zip(collectives, _again(model, activations), strict=True):
+        number = (4 * model.layers + 2 + again) * batch.accumulation
         yield Traffic("tp", ranks, collective, "activations", ALL, number, number * stream)
     number, size = 2 * batch.accumulation, 3 * tokens * batch.accumulation * max(4, BYTES[compute])
     yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, size)

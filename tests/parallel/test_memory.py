@@ -1,21 +1,27 @@
 """The bytes that plans give a rank are those that it holds."""
 
+import gc
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import ModelConfig
-from models.decoder import Block
-from parallel.config import Dtype
+from models.decoder import Decoder
+from parallel.activations import keep_activations
+from parallel.config import ActivationsConfig, Dtype, Recompute
 from parallel.local import local
 from parallel.mesh import data_coordinate, start_process_group
-from parallel.planning.activations import block_bytes
+from parallel.planning.activations import activation_bytes, kept_bytes
 from parallel.planning.memory import held_values, memory
 from parallel.planning.traffic import Batch
+from parallel.precision import compute_dtype
 from tests.parity.cases import Case, Training, batches, config_of, slices
 from tests.parity.compare import CPU, build, mesh_of
 from tests.parity.layouts import MAIN, TENSOR
@@ -67,34 +73,78 @@ def test_each_rank_holds_the_bytes_of_the_plan(ranks: int) -> None:
 
 def test_the_first_rank_is_the_one_that_is_planned() -> None:
     config = config_of(Case(MAIN[5], 1, MODELS[False]))
-    found = memory(config.model, config.parallel, Dtype.fp64, Dtype.fp64, Batch(1, 1, 16), moments=2)
+    batch, kept = Batch(1, 1, 16), config.activations
+    found = memory(config.model, config.parallel, Dtype.fp64, Dtype.fp64, batch, kept, moments=2)
     most = held_values(config.model, config.parallel, shard_rank=0) * 8
     assert (found.parameters, found.gradients, found.optimizer) == (most, most, 2 * most)
     assert found.total > found.state == 4 * most
 
 
+class Alive(TorchDispatchMode):
+    """Knows every storage that was made while it was entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor):
+                self.made.append(weakref.ref(value.untyped_storage()))
+        return result
+
+    def bytes_without(self, others: Iterable[Tensor]) -> int:
+        """Of the storages that are still there, but for those of these tensors."""
+        gc.collect()
+        known = {tensor.untyped_storage().data_ptr() for tensor in others}
+        there = {storage.data_ptr(): storage.nbytes() for made in self.made if (storage := made()) is not None}
+        return sum(size for address, size in there.items() if address not in known)
+
+
+MODES = [Recompute.none, Recompute.full, Recompute.selective, Recompute.segments, Recompute.every_n]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"kv_heads": 2, "ffn_dim": 50, "bias": False},
+    {"kv_heads": 1, "fused_qkv": False},
+]
+
+
+@pytest.mark.torch211
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16, Dtype.fp64])
-@pytest.mark.parametrize(
-    "model",
-    [
-        ModelConfig(dim=48, heads=4),
-        ModelConfig(dim=48, heads=4, kv_heads=2, ffn_dim=50, bias=False),
-        ModelConfig(dim=48, heads=4, kv_heads=1, fused_qkv=False),
-    ],
-    ids=lambda model: f"kv_heads {model.kv_heads}",
-)
-def test_a_block_keeps_what_the_formula_says(model: ModelConfig, dtype: Dtype) -> None:
-    batch, length = 2, 32
-    block = Block(model).to({Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp64: torch.float64}[dtype])
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    kept: dict[int, Tensor] = {}
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_blocks_keep_what_the_formula_says(mode: Recompute, shape: dict[str, Any], dtype: Dtype) -> None:
+    batch, length = 2, 16
+    config = ModelConfig(layers=5, dim=48, heads=4, vocab_size=1, **shape)
+    model = Decoder(config).to(compute_dtype(dtype))
+    activations = ActivationsConfig(mode=mode)
+    keep_activations(model, activations, CPU)
+    x = torch.randn(batch, length, config.dim, dtype=compute_dtype(dtype), requires_grad=True)
+    with Alive() as alive:
+        after = model.walk(tuple(model.blocks.values()), (x,), positions=None, documents=None)
+    found = x.nbytes + alive.bytes_without([*model.parameters(), *after])
+    assert found == batch * length * kept_bytes(config, activations, dtype)[0]
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
 
-    x = torch.randn(batch, length, model.dim, dtype=next(block.parameters()).dtype, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(x, positions=None, documents=None)
-    storages = [tensor.untyped_storage() for address, tensor in kept.items() if address not in parameters]
-    assert sum(storage.nbytes() for storage in storages) == block_bytes(model, dtype) * batch * length
+def activations(mode: Recompute, **keys: Any) -> float:
+    """Bytes for a token of a model of 9 blocks in bf16, with hardly a vocabulary."""
+    model = ModelConfig(layers=9, dim=64, heads=4, vocab_size=1, vocab_multiple=1)
+    return activation_bytes(model, ActivationsConfig(mode=mode, **keys), Dtype.bf16)
+
+
+def test_each_mode_keeps_what_it_is_for() -> None:
+    stream, attention, block = 2 * 64, 2 * 64 + 4 * 4, 32 * 64 + 2 * 4 + 4 * 4
+    head = 12 + 2 * stream
+    full = stream + attention
+    selective = full + 2 * (3 * 64 + 64 + 4 * 64 + 64)
+    assert activations(Recompute.none) == 9 * block + head
+    assert activations(Recompute.auto) == 9 * block + head
+    assert activations(Recompute.full) == 9 * full + block - full
+    assert activations(Recompute.selective) == 9 * selective + block - selective
+    assert activations(Recompute.every_n, every_n=2) == 5 * full + 4 * block + block - full
+    assert activations(Recompute.segments) == 3 * stream + 3 * block
+    assert activations(Recompute.segments, segments=2) == 2 * stream + 5 * block
+    assert activations(Recompute.budget, budget=1.0) == 9 * block + head
+    assert activations(Recompute.budget, budget=0.0) == 9 * stream + block - stream
+    assert activations(Recompute.offload) == 2 * block + head

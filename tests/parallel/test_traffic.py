@@ -38,6 +38,11 @@ TENSOR_LAYOUTS = [
     layout(4, "parallel=fsdp2_tp parallel.reduce=step"),
     layout(2, "parallel=fsdp2 parallel.dp_shard=1 parallel.tp=2"),
 ]
+RECOMPUTED = [
+    layout(2, f"parallel={spread} activations={mode}")
+    for spread in ("fsdp2", "tp", "fsdp2 parallel.dp_shard=1 parallel.tp=2")
+    for mode in ("full", "selective", "segments", "every_n")
+]
 LOW = [
     layout(4, "parallel=ddp"),
     layout(4, "parallel=fsdp2"),
@@ -58,6 +63,7 @@ CASES = [
     *[Case(of, n, model) for of in MAIN if of.ranks > 1 for n, model in trained("tied", "untied").items()],
     *[Case(of, 3, Training("untied", "sgd", "fp32")) for of in FEWER],
     *[Case(of, n, model) for of in TENSOR_LAYOUTS for n, model in trained("grouped heads", "untied for tp").items()],
+    *[Case(of, 3, Training("tied for tp", "sgd", "fp32")) for of in RECOMPUTED],
     *[Case(of, 3, Training("untied", "sgd", "bf16")) for of in LOW],
     *[Case(of, 3, Training("three matrices", "sgd", "bf16")) for of in LOW_TENSOR],
 ]
@@ -102,7 +108,8 @@ def formula(config: Config, tensor_rank: int = 0) -> list[Traffic]:
     assert isinstance(config.micro_batch, int)
     batch = Batch(config.micro_batch, SEQUENCES // data_ranks(config) // config.micro_batch, LENGTH)
     precision = config.precision
-    return traffic(config.model, config.parallel, precision.dtype, precision.reduce_dtype, batch, tensor_rank)
+    dtypes = precision.dtype, precision.reduce_dtype
+    return traffic(config.model, config.parallel, *dtypes, batch, config.activations, tensor_rank)
 
 
 def summed(entries: list[Traffic]) -> Counts:

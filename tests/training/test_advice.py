@@ -69,6 +69,15 @@ def test_tensor_parallelism_across_hosts() -> None:
     assert told(f"{GPT2} {wide}", World(16, 16), UNKNOWN) == []
 
 
+def test_full_recomputation_where_selective_fits() -> None:
+    full = f"{GPT2} parallel=ddp activations=full"
+    assert told(full) == ["activations=full"]
+    assert told(full, device=SMALL) == []
+    assert told(full, device=UNKNOWN) == []
+    assert told(f"{GPT2} parallel=ddp activations=selective") == []
+    assert told(f"{GPT2} parallel=ddp activations=segments") == []
+
+
 def test_eager_on_a_long_run_with_gpus() -> None:
     # 6 x 124 M parameters and attention are 8.6e8 operations a token, 1.1e14 a step of 131,072 tokens; an hour of
     # 8 H100s is 2.8e19 operations, 251,000 steps
