@@ -99,4 +99,4 @@ def _eager(config: Config, world: World, device: Device) -> Iterator[str]:
 
 
 def _gib(used: float, of: float) -> str:
-    return f"{used / GIB:.1f} of {of / GIB:.0f} GiB"
+    return f"{used / GIB:.2f} of {of / GIB:.0f} GiB"
