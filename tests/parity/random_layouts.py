@@ -110,11 +110,16 @@ def draw_parallel(random: Random, parallel: ParallelConfig, tp: int, there: int,
         parallel.cpu_offload = random.random() < 0.3
 
 
-def legal(random: Random, number: int) -> Drawn:
-    drawn = draw(random, number)
+def check_legal(drawn: Drawn) -> None:
+    """As train.py does; fills in what follows from other values."""
     resolve(drawn.config, drawn.world, Chosen({"model": "drawn"}))
     found = check(drawn.config, drawn.world)
     assert not found, f"{drawn}: {Refusal(found)}"
+
+
+def legal(random: Random, number: int) -> Drawn:
+    drawn = draw(random, number)
+    check_legal(drawn)
     return drawn
 
 
