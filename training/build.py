@@ -14,10 +14,11 @@ from parallel.precision import settle
 from parallel.recomputation import told
 from training import memory
 from training.advice import Device, advice
+from training.agreement import Agreement
 from training.check import describe
 from training.checkpoint.contents import Checkpoints
 from training.checkpoint.store import Store
-from training.config import Config, leaves
+from training.config import Config, Debug, leaves
 from training.data.batches import Batches
 from training.data.order import Order
 from training.data.prepare import Prepared, prepare
@@ -124,6 +125,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         ),
         evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check),
         stop=place.stop,
+        agreement=Agreement(spread.model, place.mesh, step.optimizer) if config.debug is Debug.paranoid else None,
     )
 
 

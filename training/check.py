@@ -317,13 +317,24 @@ def _tensor(config: Config) -> Iterator[Problem]:
                 f"{_written(name, _around(length, tp))}, or {_written('parallel.tp', _divisors_around(length, tp))}"
             )
             yield Problem(name, length, f"sequences are cut into parallel.tp={tp} equal parts", instead)
-    if 1 <= model.feedforward_dim < tp:
-        yield Problem("model.ffn_dim", model.feedforward_dim, f"is less than parallel.tp={tp}", f"model.ffn_dim={tp}")
+    empty = f"cut over parallel.tp={tp} as torch.chunk does leaves a rank with nothing"
+    if not _enough(model.feedforward_dim, tp):
+        legal = _written("model.ffn_dim", _around(model.feedforward_dim, tp))
+        yield Problem("model.ffn_dim", model.feedforward_dim, empty, legal)
+    if _legal_numbers(model.vocab_size, model.vocab_multiple) and not _enough(model.padded_vocab_size, tp):
+        reason = f"a vocabulary of {model.padded_vocab_size} rows {empty}"
+        yield Problem("model.vocab_multiple", model.vocab_multiple, reason, f"model.vocab_multiple={tp}")
     if parallel.strategy is Strategy.ddp:
         for name in DDP_KEYS:
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
                 reason = "is a key of torch's DDP, which serves where parallel.tp is 1"
                 yield Problem(f"parallel.{name}", getattr(parallel, name), reason, "leave it out")
+
+
+def _enough(size: int, ranks: int) -> bool:
+    """Whether every rank has some, where all but the last ones have as much as the first. Sizes below 1 are told by
+    another rule."""
+    return size < 1 or -(-size // ranks) * (ranks - 1) < size
 
 
 def _model(config: Config, world: World) -> Iterator[Problem]:

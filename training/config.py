@@ -214,6 +214,11 @@ class HardwareConfig:
         return None if self.memory_gib is None else self.memory_gib * 2**30
 
 
+class Debug(Enum):
+    none = "none"
+    paranoid = "paranoid"
+
+
 @dataclass
 class Config:
     """A run. `steps`, `tokens` and `epochs`: give one. `batch_sequences` and `batch_tokens`: give one."""
@@ -222,6 +227,11 @@ class Config:
     out: str = key("outputs", "folder of all runs", Changes.io)
     seed: int = key(0, "of initial weights, data order and dropout")
     deterministic: bool = key(False, "refuse kernels that give different bits from run to run", Changes.layout)
+    debug: Debug = key(
+        Debug.none,
+        "none | paranoid (after each backward pass and each update, what several ranks hold is compared bit by bit; the first difference ends the run)",
+        Changes.layout,
+    )
     check_only: bool = key(False, "stop after the checks and print the resolved config", Changes.io)
     eval_only: bool = key(False, "score the checkpoint in checkpoint.load and stop", Changes.io)
     max_minutes: float | None = key(None, "save and stop after so many minutes, with exit code 75", Changes.io)

@@ -4,6 +4,7 @@ import gc
 from dataclasses import dataclass
 
 from parallel.mesh import shorten_timeouts
+from training.agreement import Agreement
 from training.checkpoint.contents import Checkpoints
 from training.checkpoint.folders import Saved
 from training.config import Config, TestRestore
@@ -37,6 +38,7 @@ class Run:
     checkpoints: Checkpoints
     evaluation: Evaluation
     stop: StopRequest
+    agreement: Agreement | None  # with debug=paranoid
     last_saved_step: int | None = None
     step_begun: int = 0  # for the message when something fails
 
@@ -55,7 +57,7 @@ def train(run: Run, steps_done: int) -> Stopped | None:
             step, lr = batch.step + 1, run.schedule.lr(batch.step)
             run.step_begun = step
             seed_step(run.config.seed, batch.step, run.random_coordinate)
-            run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr))
+            run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr, run.agreement))
 
             first, last = step == steps_done + 1, step == run.steps
             if first:

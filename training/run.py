@@ -10,6 +10,7 @@ import torch
 
 from parallel.mesh import launched
 from parallel.precision import settle
+from parallel.replicas import ReplicasDiffer
 from training import finish
 from training.adopt import adopt, load_problems
 from training.build import Text, assemble, check_same_text, checkpoint_dir, read_text, spread_model
@@ -35,7 +36,8 @@ from training.refusal import Problem, Refusal
 from training.resolve import Chosen, World, resolve_model
 from training.status import State
 
-EXPLAINED = (BatchFailed, OutOfMemory, SaveFailed, TooManySkipped)  # failures whose message says all; no traceback
+# failures whose message says all; no traceback
+EXPLAINED = (BatchFailed, OutOfMemory, ReplicasDiffer, SaveFailed, TooManySkipped)
 
 
 def run(config: Config, world: World, chosen: Chosen) -> int:
@@ -90,6 +92,8 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
         stopped = go(run, place, began)
         if stopped is None:
             end(run, place, text)
+    except ReplicasDiffer as error:
+        raise ReplicasDiffer(f"in step {run.step_begun} {error}") from error
     except (RuntimeError, torch.OutOfMemoryError) as error:
         if is_out_of_memory(error):
             raise OutOfMemory(out_of_memory_report(config, place.rank, run.step, place.device)) from error

@@ -87,7 +87,8 @@ def config_of(case: Case) -> Config:
 
 def shape_of(config: Config) -> Shape:
     model = config.model
-    sizes = (model.layers, model.dim, model.heads, model.feedforward_dim, model.context, VOCABULARY)
+    assert model.vocab_size is not None
+    sizes = (model.layers, model.dim, model.heads, model.feedforward_dim, model.context, model.vocab_size)
     return Shape(
         *sizes,
         tied=model.tied_head,
@@ -99,9 +100,9 @@ def shape_of(config: Config) -> Shape:
     )
 
 
-def recipe_of(config: Config) -> Recipe:
+def recipe_of(config: Config, lrs: tuple[float, ...] = LRS) -> Recipe:
     o = config.optimizer
-    return Recipe(o.kind.name, LRS, o.weight_decay, o.beta1, o.beta2, o.eps, o.clip)
+    return Recipe(o.kind.name, lrs, o.weight_decay, o.beta1, o.beta2, o.eps, o.clip)
 
 
 def batches() -> list[Batch]:
@@ -126,6 +127,6 @@ def batches() -> list[Batch]:
 
 def slices(batch: Batch, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
     """A rank's micro-batches: ranks take slices of the global batch in their order."""
-    each = SEQUENCES // ranks
+    each = len(batch.tokens) // ranks
     for start in range(rank * each, (rank + 1) * each, micro_batch):
         yield Batch(batch.tokens[start : start + micro_batch], batch.labels[start : start + micro_batch])

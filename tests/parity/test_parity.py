@@ -112,13 +112,4 @@ def is_parity(item: pytest.Item) -> bool:
 @pytest.mark.timeout(900)  # the first case waits for all others of its number of ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layout_gives_the_run_of_the_plain_loop(case: Case, differences: Callable[[Case], Differences]) -> None:
-    found, bounds = differences(case), BOUNDS[case.training.precision]
-    assert found.initial, "initial weights differ in some bit"
-    assert found.copies, "ranks that hold the same part hold different bits"
-    assert found.predicted, "predicted tokens are counted wrongly"
-    assert found.loss <= bounds.scalar
-    assert found.norm <= bounds.scalar
-    assert found.token_losses <= bounds.scalar
-    assert found.gradient <= bounds.gradient
-    assert found.parameters <= 1.0
-    assert found.padding == 0.0, "a padded row has a gradient, or a value"
+    assert differences(case).wrong(BOUNDS[case.training.precision]) == []
