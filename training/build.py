@@ -1,7 +1,6 @@
 """Everything that takes part in the steps, built from the config in the order in which things depend on each other."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,15 +115,11 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         meters=Meters(place.mesh, place.device, speed, config.optimizer.max_skipped),
         writers=build_writers(config, place, about["config"]),
         checkpoints=Checkpoints(
-            Store(checkpoint_dir(config, place), place.ranks), config.checkpoint, spread.model, step.optimizer, about
+            Store(place.folder.checkpoints, place.ranks), config.checkpoint, spread.model, step.optimizer, about
         ),
         evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check),
         stop=place.stop,
     )
-
-
-def checkpoint_dir(config: Config, place: Place) -> Path:
-    return place.folder.checkpoints if config.checkpoint.dir is None else Path(config.checkpoint.dir)
 
 
 def fit_micro_batch(config: Config, place: Place, step: Step) -> int:

@@ -14,9 +14,9 @@ from training.refusal import Problem
 
 
 class RunFolder:
-    """Names of what a run leaves. Makes nothing by itself."""
+    """Names of what a run leaves. Makes nothing by itself. checkpoints: their folder, where it is not in the run's."""
 
-    def __init__(self, out: str, name: str) -> None:
+    def __init__(self, out: str, name: str, checkpoints: str | None = None) -> None:
         self.name = name
         self.path = Path(out) / name
         self.config_path = self.path / "config.yaml"
@@ -24,8 +24,8 @@ class RunFolder:
         self.data_path = self.path / "data.json"
         self.status_path = self.path / "status.json"
         self.log_path = self.path / "run.log"
-        self.checkpoints = self.path / "checkpoints"
-        self._lock: int | None = None
+        self.checkpoints = self.path / "checkpoints" if checkpoints is None else Path(checkpoints)
+        self._locks: list[int] = []
 
     def rank_log_path(self, rank: int) -> Path:
         """Where a rank other than 0 writes why it failed."""
@@ -48,12 +48,36 @@ class RunFolder:
         """Makes the folder and keeps it until `release` or the end of this process, however it ends. A problem where
         another process has it: two runs would write into each other's files. For rank 0."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            holder = self._lock(self.path)
         except OSError as error:
             return [
                 Problem("out", self.path, f"cannot be written: {error.strerror}", "out=<a folder that can be written>")
             ]
+        if holder is None:
+            return []
+        reason = f"another process ({holder}) is running into {self.path}"
+        return [Problem("name", self.name, reason, "name=<another>, or wait for that run, or stop it")]
+
+    def hold_checkpoints(self) -> list[Problem]:
+        """The same for the folder of checkpoints, which two runs of different names may share: each would delete what
+        the other saves."""
+        key = "checkpoint.dir"
+        try:
+            holder = self._lock(self.checkpoints)
+        except OSError as error:
+            reason = f"cannot be written: {error.strerror}"
+            return [Problem(key, self.checkpoints, reason, f"{key}=<a folder that can be written>, or null")]
+        if holder is None:
+            return []
+        reason = f"another process ({holder}) saves its checkpoints there"
+        return [Problem(key, self.checkpoints, reason, f"{key}=<another>, or wait for that run, or stop it")]
+
+    def _lock(self, folder: Path) -> str | None:
+        """Makes the folder and keeps it. The process that has it, if another does. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             # A POSIX lock: it works between hosts, and child processes do not inherit it.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,19 +85,17 @@ class RunFolder:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 holder = os.read(lock, 200).decode()
                 os.close(lock)
-                reason = f"another process ({holder}) is running into {self.path}"
-                return [Problem("name", self.name, reason, "name=<another>, or wait for that run, or stop it")]
+                return holder
             # Otherwise the file system has no locks, and the run goes without.
         os.truncate(lock, 0)
         os.write(lock, f"host {socket.gethostname()}, process {os.getpid()}".encode())
-        self._lock = lock
-        return []
+        self._locks.append(lock)
+        return None
 
     def release(self) -> None:
-        """Lets go of the folder, where a process does several runs."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Lets go of both, where a process does several runs."""
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
@@ -183,7 +205,7 @@ def claim(folder: RunFolder, config: Config, saved: dict[str, Any] | None, has_c
     resume = config.checkpoint.resume
     ways_out = f"name=<another>, or delete {folder.path}"
     if resume is Resume.must and not has_checkpoint:
-        reason = f"there is no complete checkpoint in {config.checkpoint.dir or folder.checkpoints}"
+        reason = f"there is no complete checkpoint in {folder.checkpoints}"
         return Claim(
             False,
             [],

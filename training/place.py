@@ -68,7 +68,7 @@ def find_place(config: Config, world: World) -> Place:
     rank = int(os.environ.get("RANK", "0"))
     device = find_device(config.hardware.device)
     make_deterministic(config.deterministic)
-    folder = RunFolder(config.out, config.name)
+    folder = RunFolder(config.out, config.name, config.checkpoint.dir)
     console = Console() if rank == 0 else Silent()
     logger = logging.getLogger("training")
     logger.handlers, logger.propagate = [ToConsole(console)], False

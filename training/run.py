@@ -1,9 +1,7 @@
 """A run, from a checked config to its exit code, in the order in which things happen."""
 
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from parallel.mesh import launched
 from parallel.precision import settle
 from training import finish
 from training.adopt import adopt, load_problems
-from training.build import Text, assemble, check_same_text, checkpoint_dir, read_text, spread_model
+from training.build import Text, assemble, check_same_text, read_text, spread_model
 from training.check import check
 from training.checkpoint.contents import is_scored, model_state
 from training.checkpoint.folders import Saved
@@ -111,7 +109,7 @@ def refuse(problems: list[Problem]) -> None:
 def open_folder(config: Config, chosen: Chosen, place: Place, text: Text) -> Saved | None:
     """Decides what may be done with the run's folder; its newest checkpoint if the run goes on. Raises Refusal."""
     folder = place.folder
-    saved = Store(checkpoint_dir(config, place), Ranks.alone()).newest()
+    saved = Store(folder.checkpoints, Ranks.alone()).newest()
     theirs = saved.info["config"] if saved is not None else folder.saved_config()
     claimed = claim(folder, config, theirs and with_unresolved(theirs, config, chosen), saved is not None)
     problems = claimed.problems + writers.problems(config.metrics)
@@ -121,7 +119,7 @@ def open_folder(config: Config, chosen: Chosen, place: Place, text: Text) -> Sav
         loaded = find(config.checkpoint.load, Ranks.alone())
         problems += load_problems(config, loaded) + tokenizer_problems(loaded, text)
     if place.rank == 0 and not problems:
-        problems += folder.hold() or destination_problems(checkpoint_dir(config, place))
+        problems += folder.hold() or folder.hold_checkpoints()
     refuse(problems)
     place.claimed = True
     if place.rank == 0:
@@ -150,18 +148,6 @@ def text_problems(config: Config, saved: Saved, text: Text) -> list[Problem]:
         instead = "the same text, or name=<another>, or to go on all the same checkpoint.allow_changes=[data.kind]"
         problems.append(Problem("data", config.data.kind.name, reason, instead))
     return problems
-
-
-def destination_problems(checkpoints: Path) -> list[Problem]:
-    """Whether checkpoints can be saved, found out before the first step."""
-    try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        if os.access(checkpoints, os.W_OK):
-            return []
-        reason = "cannot be written to"
-    except OSError as error:
-        reason = f"cannot be made: {error.strerror}"
-    return [Problem("checkpoint.dir", checkpoints, reason, "a folder that can be written to, or null")]
 
 
 def with_unresolved(saved: dict[str, Any], config: Config, chosen: Chosen) -> dict[str, Any]:

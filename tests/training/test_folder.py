@@ -167,7 +167,8 @@ def test_saved_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 HOLDER = """
 import sys, time
 from training.folder import RunFolder
-assert RunFolder(sys.argv[1], "run").hold() == []
+folder = RunFolder(sys.argv[1], "run", sys.argv[2])
+assert folder.hold() == folder.hold_checkpoints() == []
 print("held", flush=True)
 time.sleep(60)
 """
@@ -176,16 +177,23 @@ time.sleep(60)
 def test_a_folder_is_held_by_one_process_and_free_when_that_is_killed(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(tmp_path), str(tmp_path / "shared")],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     folder = RunFolder(str(tmp_path), "run")
-    (problem,) = folder.hold()
-    assert problem.key == "name"
-    assert f"process {holder.pid}" in problem.reason
+    other = RunFolder(str(tmp_path), "another", str(tmp_path / "shared"))
+    assert other.hold() == []
+    for key, (problem,) in {"name": folder.hold(), "checkpoint.dir": other.hold_checkpoints()}.items():
+        assert problem.key == key
+        assert f"process {holder.pid}" in problem.reason
     holder.kill()
     holder.communicate()
+    assert other.hold_checkpoints() == []
+    other.release()
     assert folder.hold() == []
     assert f"process {os.getpid()}" in (folder.path / ".lock").read_text()
     folder.release()
@@ -196,3 +204,5 @@ def test_a_folder_that_cannot_be_made_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (problem,) = RunFolder(str(tmp_path / "file"), "run").hold()
     assert problem.key == "out"
+    (problem,) = RunFolder(str(tmp_path), "run", str(tmp_path / "file" / "there")).hold_checkpoints()
+    assert problem.key == "checkpoint.dir" and problem.value == tmp_path / "file" / "there"
