@@ -34,6 +34,7 @@ from training.resolve import Chosen, resolve_epochs
 from training.schedule import Schedule
 from training.step import Step
 from training.tokenizers import Tokenizer, build
+from training.unresolved import digests
 
 
 @dataclass
@@ -100,7 +101,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     about = describe_run(config, chosen, place, text)
     if place.rank == 0:
         write_text(place.folder.config_path, describe(config, chosen))
-        write_json(place.folder.environment_path, environment())
+        write_json(place.folder.environment_path, environment() | {"from_environment": about["from_environment"]})
         write_json(place.folder.data_path, text.prepared.manifest)
         introduce(config, place, text, dtype, spread, step, suite)
     return Run(
@@ -165,10 +166,11 @@ def build_writers(config: Config, place: Place, saved_config: dict[str, Any]) ->
 
 def describe_run(config: Config, chosen: Chosen, place: Place, text: Text) -> dict[str, Any]:
     """What each checkpoint says of the run. Values from the environment stand as their text, so that no secret is
-    saved."""
+    saved, and are known again by their digests."""
     machine = environment()
     return {
         "config": leaves(config) | chosen.unresolved,
+        "from_environment": digests(config, chosen.unresolved),
         "data": text.prepared.folder.name,
         "tokenizer": {"name": text.tokenizer.name, "fingerprint": text.tokenizer.fingerprint},
         "versions": {"espalier": machine["espalier"], "python": machine["python"], **machine["packages"]},

@@ -2,15 +2,19 @@
 
 import errno
 import fcntl
+import json
 import os
 import socket
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from models.schema import Changes
 from training.config import Config, Resume, leaves
 from training.refusal import Problem
+from training.unresolved import in_words, to_write
 
 
 class RunFolder:
@@ -36,13 +40,15 @@ class RunFolder:
         files = (self.path / "metrics.jsonl", self.path / "evals.jsonl")
         return any(file.exists() and file.stat().st_size > 0 for file in files)
 
-    def saved_config(self) -> dict[str, Any] | None:
-        """The leaves of config.yaml as the run before saved it; None where there is none."""
+    def saved_info(self) -> dict[str, Any] | None:
+        """What the run before said of itself, as the info of its checkpoints does; None where there is nothing."""
         if not self.config_path.exists():
             return None
-        from omegaconf import OmegaConf
-
-        return flat(OmegaConf.to_container(OmegaConf.load(self.config_path), resolve=True))
+        machine = json.loads(self.environment_path.read_text()) if self.environment_path.exists() else {}
+        return {
+            "config": flat(yaml.safe_load(self.config_path.read_text())),
+            "from_environment": machine.get("from_environment", {}),
+        }
 
     def hold(self) -> list[Problem]:
         """Makes the folder and keeps it until `release` or the end of this process, however it ends. A problem where
@@ -171,8 +177,8 @@ def refuse_changes(found: list[Difference], allow: list[str]) -> list[Problem]:
         Problem(
             difference.key,
             as_typed(difference.now),
-            f"the run so far had {as_typed(difference.saved)}, and this changes its mathematics",
-            f"{difference.key}={as_typed(difference.saved)}, or name=<another> for a new run, or to go on all the same "
+            f"the run so far had {in_words(difference.saved)}, and this changes its mathematics",
+            f"{to_write(difference.key, difference.saved)}, or name=<another> for a new run, or to go on all the same "
             + together,
         )
         for difference in found
@@ -199,7 +205,7 @@ class Claim:
 def claim(folder: RunFolder, config: Config, saved: dict[str, Any] | None, has_checkpoint: bool) -> Claim:
     """Reads the folder and changes nothing.
 
-    saved: resolved leaves of the newest complete checkpoint's config, else of `folder.saved_config()`, else None.
+    saved: leaves of the newest complete checkpoint's config, else of `folder.saved_info()`, else None.
     A run that died before its first checkpoint is started anew by the same config, and refused to another one.
     """
     resume = config.checkpoint.resume

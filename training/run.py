@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from training.check import check
 from training.checkpoint.contents import is_scored, model_state
 from training.checkpoint.folders import Saved
 from training.checkpoint.store import SaveFailed, Store, find
-from training.config import Config, Load, leaves
+from training.config import Config, Load
 from training.data.batches import BatchFailed
 from training.evals.suite import Suite
 from training.evaluation import Evaluation
@@ -32,6 +31,7 @@ from training.ranks import Ranks
 from training.refusal import Problem, Refusal
 from training.resolve import Chosen, World, resolve_model
 from training.status import State
+from training.unresolved import saved_values
 
 EXPLAINED = (BatchFailed, OutOfMemory, SaveFailed, TooManySkipped)  # failures whose message says all; no traceback
 
@@ -72,7 +72,7 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     began = time.perf_counter()
     text = read_text(config, place)
     refuse(check(config, place.world))  # again: some lengths are only known with the data
-    saved = open_folder(config, chosen, place, text)
+    saved = open_folder(config, place, text)
     connect(config, place)
     saved = place.ranks.first(saved)  # another rank may have listed the folder too early
     if saved is not None and saved.step == config.steps and is_scored(Store(saved.folder.parent, place.ranks), saved):
@@ -106,12 +106,12 @@ def refuse(problems: list[Problem]) -> None:
         raise Refusal(problems)
 
 
-def open_folder(config: Config, chosen: Chosen, place: Place, text: Text) -> Saved | None:
+def open_folder(config: Config, place: Place, text: Text) -> Saved | None:
     """Decides what may be done with the run's folder; its newest checkpoint if the run goes on. Raises Refusal."""
     folder = place.folder
     saved = Store(folder.checkpoints, Ranks.alone()).newest()
-    theirs = saved.info["config"] if saved is not None else folder.saved_config()
-    claimed = claim(folder, config, theirs and with_unresolved(theirs, config, chosen), saved is not None)
+    info = saved.info if saved is not None else folder.saved_info()
+    claimed = claim(folder, config, info and saved_values(info, config), saved is not None)
     problems = claimed.problems + writers.problems(config.metrics)
     if saved is not None:
         problems += text_problems(config, saved, text)
@@ -148,13 +148,6 @@ def text_problems(config: Config, saved: Saved, text: Text) -> list[Problem]:
         instead = "the same text, or name=<another>, or to go on all the same checkpoint.allow_changes=[data.kind]"
         problems.append(Problem("data", config.data.kind.name, reason, instead))
     return problems
-
-
-def with_unresolved(saved: dict[str, Any], config: Config, chosen: Chosen) -> dict[str, Any]:
-    """The saved config. Where it has the text of a value from the environment, and so has this command, they are
-    equal."""
-    now = leaves(config)
-    return {key: now[key] if chosen.unresolved.get(key) == value else value for key, value in saved.items()}
 
 
 def go(run: Run, place: Place, began: float) -> Stopped | None:

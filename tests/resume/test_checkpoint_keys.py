@@ -1,5 +1,6 @@
 """What a user may ask of checkpoints: go on, begin from one, make a run longer, and what is refused."""
 
+import os
 import shutil
 import signal
 from functools import partial
@@ -83,6 +84,22 @@ def test_changed_mathematics_is_refused(runs: Runs, copy: str, whole: str) -> No
     assert outcome.code == REFUSED and "2 problems" in outcome.said  # micro_batch changes no mathematics
     assert "optimizer.lr=0.02" in outcome.said and "seed=4" in outcome.said
     check_same_bits(runs, copy, whole)  # nothing was touched
+
+
+def set_environment(**values: str) -> None:
+    os.environ.update(values)
+
+
+def test_a_changed_value_of_the_environment_is_refused(runs: Runs) -> None:
+    begin = f"{DROPOUT} evals=none optimizer.lr=${{oc.env:ESPALIER_LR}}"
+    former, other = (partial(set_environment, ESPALIER_LR=value) for value in ("0.01", "0.1"))
+    runs.die("variable", begin, former, partial(hit_in_step, 5, signal.SIGKILL))
+    refused = runs.start("variable", begin, other)[0]
+    assert refused.code == REFUSED and "optimizer.lr=0.1" in refused.said and "${oc.env:ESPALIER_LR}" in refused.said
+    shutil.rmtree(runs.checkpoint("variable", 3))  # died before its first checkpoint: the folder knows it too
+    assert runs.start("variable", begin, other)[0].code == REFUSED
+    runs.finish("variable", begin, former)
+    assert "0.01" not in (runs.checkpoint("variable", STEPS) / "manifest.json").read_text()
 
 
 def test_a_changed_layout_is_shown(runs: Runs, copy: str) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from models.schema import Changes
+from training.check import describe
 from training.config import Config, Resume, Shuffle, leaves
 from training.folder import RunFolder, as_typed, changes_by_key, claim, differences, refuse_changes
+from training.resolve import Chosen
 
 
 def changed(**keys: Any) -> Config:
@@ -150,18 +151,30 @@ def test_claim_with_allowed_changes_shows_them(tmp_path: Path) -> None:
     assert "optimizer.lr: 0.5 -> 0.001 (math)" in [str(difference) for difference in found.changed]
 
 
-def test_saved_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_info(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "run")
-    assert folder.saved_config() is None
+    assert folder.saved_info() is None
     folder.path.mkdir()
-    config = OmegaConf.structured(changed(optimizer__eps=1e-12))
-    config.out = "${oc.env:MY_OUT}"
-    folder.config_path.write_text(OmegaConf.to_yaml(config))
-    monkeypatch.setenv("MY_OUT", "there")
-    saved = folder.saved_config()
+    config = changed(optimizer__eps=1e-12)
+    folder.config_path.write_text(describe(config))
+    saved = folder.saved_info()
     assert saved is not None
-    assert saved["out"] == "there"
-    assert differences(saved, changed(optimizer__eps=1e-12, out="there")) == []
+    assert differences(saved["config"], config) == []
+    assert saved["from_environment"] == {}
+    folder.config_path.write_text(describe(config, Chosen(unresolved={"out": "${oc.env:MY_OUT}"})))
+    folder.environment_path.write_text('{"from_environment": {"out": "salt:hash"}}')
+    saved = folder.saved_info()
+    assert saved is not None
+    assert saved["config"]["out"] == "${oc.env:MY_OUT}"
+    assert saved["from_environment"] == {"out": "salt:hash"}
+
+
+def test_a_value_of_the_environment_that_changed_is_refused() -> None:
+    found = differences(SAVED | {"optimizer.lr": "${oc.env:LR}"}, changed(optimizer__lr=0.1))
+    (problem,) = refuse_changes(found, [])
+    assert problem.key == "optimizer.lr" and problem.value == "0.1"
+    assert "another value of ${oc.env:LR}" in problem.reason
+    assert "checkpoint.allow_changes=[optimizer.lr]" in problem.instead
 
 
 HOLDER = """
