@@ -120,6 +120,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         ),
         evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check),
         stop=place.stop,
+        status=place.status,
     )
 
 

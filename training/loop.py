@@ -15,6 +15,7 @@ from training.metrics.writers import Writers
 from training.ranks import Ranks
 from training.schedule import Schedule
 from training.seeds import seed_step
+from training.status import State, Status
 from training.step import Step
 
 LONG_RUN_SECONDS = 3600.0  # from here on checkpoint.test_restore=auto tests
@@ -37,7 +38,7 @@ class Run:
     checkpoints: Checkpoints
     evaluation: Evaluation
     stop: StopRequest
-    last_saved_step: int | None = None
+    status: Status
     step_begun: int = 0  # for the message when something fails
 
 
@@ -56,6 +57,7 @@ def train(run: Run, steps_done: int) -> Stopped | None:
             run.step_begun = step
             seed_step(run.config.seed, batch.step, run.data_rank)
             run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr))
+            run.status.step = step
 
             first, last = step == steps_done + 1, step == run.steps
             if first:
@@ -118,7 +120,9 @@ def save(run: Run, step: int, kind: str) -> Saved:
     """Every step up to this one is in the metrics on disk before the checkpoint is complete."""
     run.writers.flush()
     saved = run.checkpoints.save(step, step * run.step_tokens, run.meters.skipped, kind)
-    run.last_saved_step = step
+    run.status.checkpoint = step
+    if run.ranks.rank == 0:
+        run.status.write(State.running)
     return saved
 
 

@@ -26,7 +26,17 @@ from training.metrics import writers
 from training.metrics.console import final_table
 from training.metrics.meters import TooManySkipped
 from training.metrics.writers import METRICS_FILE, Jsonl
-from training.place import FAILED, FINISHED, Place, connect, disconnect, find_place, say_stopped, tell_failure
+from training.place import (
+    FAILED,
+    FINISHED,
+    Place,
+    connect,
+    disconnect,
+    find_place,
+    say_stopped,
+    tell_failure,
+    tell_refusal,
+)
 from training.ranks import Ranks
 from training.refusal import Problem, Refusal
 from training.resolve import Chosen, World, resolve_model
@@ -51,7 +61,8 @@ def run(config: Config, world: World, chosen: Chosen) -> int:
             return FINISHED if code is None else code
         except Stopped as stopped:  # before the first step: there is nothing to save
             return say_stopped(place, stopped, None)
-        except Refusal:
+        except Refusal as refusal:
+            tell_refusal(place, refusal)
             raise
         except EXPLAINED as failure:
             tell_failure(place, failure)
@@ -79,7 +90,7 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
         place.console.say(finish.result(place.folder.path, {}))
         place.console.say(finish.next_ways(config, place.folder.path, place.status.command))
         if place.rank == 0:
-            place.status.write(State.finished, saved.step, FINISHED)
+            place.status.write(State.finished, FINISHED)
         disconnect()
         return FINISHED
     check_same_text(place, text)
@@ -98,7 +109,7 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     finally:
         run.writers.close()
     disconnect()
-    return FINISHED if stopped is None else say_stopped(place, stopped, run.last_saved_step)
+    return FINISHED if stopped is None else say_stopped(place, stopped, run.status.checkpoint)
 
 
 def refuse(problems: list[Problem]) -> None:
@@ -122,9 +133,11 @@ def open_folder(config: Config, place: Place, text: Text) -> Saved | None:
         problems += folder.hold() or folder.hold_checkpoints()
     refuse(problems)
     place.claimed = True
+    if saved is not None:
+        place.status.step = place.status.checkpoint = saved.step
     if place.rank == 0:
         place.console.log = folder.log_path
-        place.status.write(State.running, saved.step if saved is not None else 0)
+        place.status.write(State.running)
         for difference in claimed.changed:
             place.console.say(f"changed since the last start: {difference}")
     return saved
@@ -162,16 +175,15 @@ def go(run: Run, place: Place, began: float) -> Stopped | None:
         run.checkpoints.restore(saved, parts)
         if parts is Load.all:
             steps_done, run.meters.skipped = saved.info["step"], saved.info["skipped_steps"]
+            run.status.step = steps_done
         place.console.say(f"{'going on' if parts is Load.all else 'starting'} from {saved.folder}")
     run.writers.start(steps_done + 1)
     place.console.say(f"  ready in {time.perf_counter() - began:.1f} s")
-    if saved is not None and own:
-        run.last_saved_step = steps_done
-        if not is_scored(store, saved):
-            run.stop.watch_steps(run.ranks)
-            stopped = score(run, steps_done, saved)
-            if stopped is not None:
-                return stopped
+    if saved is not None and own and not is_scored(store, saved):
+        run.stop.watch_steps(run.ranks)
+        stopped = score(run, steps_done, saved)
+        if stopped is not None:
+            return stopped
     return train(run, steps_done) if steps_done < run.steps else None
 
 
@@ -182,7 +194,7 @@ def end(run: Run, place: Place, text: Text) -> None:
         run.writers.text("sample", written, run.steps)
     if place.rank == 0:
         others = finish.references(run.config, text.prepared, text.tokenizer)
-        place.status.write(State.finished, run.steps, FINISHED)
+        place.status.write(State.finished, FINISHED)
         place.console.say(finish.result(place.folder.path, others))
         place.console.say(finish.next_ways(run.config, place.folder.path, place.status.command))
 

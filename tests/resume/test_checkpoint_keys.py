@@ -20,6 +20,7 @@ from tests.runs.drive import (
     Meddling,
     Runs,
     hit_in_call,
+    hit_in_evaluation,
     hit_in_step,
     put,
     train_py,
@@ -52,6 +53,18 @@ def test_a_damaged_newest_checkpoint(runs: Runs, copy: str, whole: str, name: st
     assert "going on from" in said
     assert {traced.step for traced in runs.traced(copy)} == {10, 11, 12}
     check_same_bits(runs, copy, whole)
+
+
+def test_tensors_that_cannot_be_read(runs: Runs, copy: str) -> None:
+    """Found when the folder is the run's already: its status says so."""
+    shutil.rmtree(runs.checkpoint(copy, STEPS))
+    path = damaged(runs.checkpoint(copy, 9), LARGEST)
+    path.write_bytes(bytes(path.stat().st_size))
+    outcome = runs.start(copy, DROPOUT)[0]
+    assert outcome.code == REFUSED and "cannot read" in outcome.said
+    status = runs.status(copy)
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", REFUSED, 9)
+    assert status["message"] in outcome.said
 
 
 def test_the_second_start_of_a_finished_run(runs: Runs, copy: str, whole: str) -> None:
@@ -305,6 +318,13 @@ def test_eval_only_gives_the_numbers_of_the_run(runs: Runs, whole: str, ranks: i
     ]
     np.testing.assert_allclose([x["value"] for x in found], [x["value"] for x in expected], rtol=1e-5)
     assert not (runs.folder(name) / "checkpoints").exists() and not (runs.folder(name) / "metrics.jsonl").exists()
+
+
+def test_a_stopped_eval_only_says_nothing_of_a_run(runs: Runs, whole: str) -> None:
+    words = [*runs.words, "name=stopped-scores", "eval_only=true", f"checkpoint.load={runs.checkpoint(whole, 6)}"]
+    outcome = train_py(words, partial(hit_in_evaluation, 1, signal.SIGTERM))[0]
+    assert outcome.code == SAVED
+    assert not (runs.folder("stopped-scores") / "status.json").exists()
 
 
 def test_tensorboard_has_each_step_once(runs: Runs, whole: str) -> None:
