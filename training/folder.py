@@ -14,6 +14,7 @@ import yaml
 from models.schema import Changes
 from training.config import Config, Resume, leaves
 from training.refusal import Problem
+from training.status import read
 from training.unresolved import in_words, to_write
 
 
@@ -39,6 +40,11 @@ class RunFolder:
         """Whether a run has left numbers here. One that died before its first step left nothing worth keeping."""
         files = (self.path / "metrics.jsonl", self.path / "evals.jsonl")
         return any(file.exists() and file.stat().st_size > 0 for file in files)
+
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that the run here has saved, by its own word."""
+        status = read(self.status_path)
+        return None if status is None else status.get("checkpoint")
 
     def saved_info(self) -> dict[str, Any] | None:
         """What the run before said of itself, as the info of its checkpoints does; None where there is nothing."""
@@ -206,7 +212,8 @@ def claim(folder: RunFolder, config: Config, saved: dict[str, Any] | None, has_c
     """Reads the folder and changes nothing.
 
     saved: leaves of the newest complete checkpoint's config, else of `folder.saved_info()`, else None.
-    A run that died before its first checkpoint is started anew by the same config, and refused to another one.
+    A run that died before its first checkpoint is started anew by the same config, and refused to another one; one
+    whose checkpoints are not found is not started anew, which would replace its metrics.
     """
     resume = config.checkpoint.resume
     ways_out = f"name=<another>, or delete {folder.path}"
@@ -222,6 +229,11 @@ def claim(folder: RunFolder, config: Config, saved: dict[str, Any] | None, has_c
     if resume is Resume.never:
         reason = f"{folder.path} holds another run, and checkpoint.resume=never asks for a new one"
         return Claim(False, [], [Problem("name", folder.name, reason, ways_out)])
+    lost = None if has_checkpoint else folder.saved_step()
+    if lost is not None:
+        reason = f"{folder.path} has a run that saved step {lost:,}, and there is no complete checkpoint"
+        instead = f"checkpoint.dir=<the folder that has them>, or to begin again {ways_out}"
+        return Claim(False, [], [Problem("checkpoint.dir", folder.checkpoints, reason, instead)])
     changed = differences(saved, config) if saved is not None else []
     problems = refuse_changes(changed, config.checkpoint.allow_changes)
     if problems and not has_checkpoint:

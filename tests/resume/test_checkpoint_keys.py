@@ -106,11 +106,11 @@ def set_environment(**values: str) -> None:
 def test_a_changed_value_of_the_environment_is_refused(runs: Runs) -> None:
     begin = f"{DROPOUT} evals=none optimizer.lr=${{oc.env:ESPALIER_LR}}"
     former, other = (partial(set_environment, ESPALIER_LR=value) for value in ("0.01", "0.1"))
-    runs.die("variable", begin, former, partial(hit_in_step, 5, signal.SIGKILL))
-    refused = runs.start("variable", begin, other)[0]
-    assert refused.code == REFUSED and "optimizer.lr=0.1" in refused.said and "${oc.env:ESPALIER_LR}" in refused.said
-    shutil.rmtree(runs.checkpoint("variable", 3))  # died before its first checkpoint: the folder knows it too
-    assert runs.start("variable", begin, other)[0].code == REFUSED
+    for step in (3, 5):  # before its first checkpoint, and after
+        runs.die("variable", begin, former, partial(hit_in_step, step, signal.SIGKILL))
+        refused = runs.start("variable", begin, other)[0]
+        assert refused.code == REFUSED and "${oc.env:ESPALIER_LR}" in refused.said
+    assert "optimizer.lr=0.1" in refused.said
     runs.finish("variable", begin, former)
     assert "0.01" not in (runs.checkpoint("variable", STEPS) / "manifest.json").read_text()
 
@@ -124,11 +124,21 @@ def test_a_changed_layout_is_shown(runs: Runs, copy: str) -> None:
 def test_a_folder_that_holds_another_run(runs: Runs, copy: str, whole: str) -> None:
     refused = runs.start(copy, f"{DROPOUT} checkpoint.resume=never")[0]
     assert refused.code == REFUSED and f"name={copy}" in refused.said
-    for folder in (runs.folder(copy) / "checkpoints").glob("step-*"):
-        shutil.rmtree(folder)
-    refused = runs.start(copy, f"{DROPOUT} seed=4")[0]
+    runs.die("early", DROPOUT, partial(hit_in_step, 3, signal.SIGKILL))
+    refused = runs.start("early", f"{DROPOUT} seed=4")[0]
     assert refused.code == REFUSED and "holds another run" in refused.said and "delete" in refused.said
-    assert runs.records(copy) == runs.records(whole)
+    assert runs.records("early") == runs.records(whole)[:2]
+
+
+def test_checkpoints_that_are_not_found(runs: Runs, copy: str, whole: str, tmp_path: Path) -> None:
+    """Moved or lost, a run is not begun again, which would replace its metrics."""
+    moved = (runs.folder(copy) / "checkpoints").rename(tmp_path / "moved")
+    for elsewhere in ("", f" checkpoint.dir={tmp_path / 'wrong'}"):
+        refused = runs.start(copy, DROPOUT + elsewhere)[0]
+        assert refused.code == REFUSED and f"saved step {STEPS}" in refused.said and "checkpoint.dir=" in refused.said
+        assert runs.records(copy) == runs.records(whole)
+    runs.finish(copy, f"{DROPOUT} checkpoint.dir={moved}")
+    assert runs.traced(copy) == [] and runs.records(copy) == runs.records(whole)
 
 
 def test_resume_must(runs: Runs) -> None:

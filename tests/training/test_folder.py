@@ -12,6 +12,7 @@ from training.check import describe
 from training.config import Config, Resume, Shuffle, leaves
 from training.folder import RunFolder, as_typed, changes_by_key, claim, differences, refuse_changes
 from training.resolve import Chosen
+from training.status import State, Status
 
 
 def changed(**keys: Any) -> Config:
@@ -141,6 +142,23 @@ def test_claim(
         if problem.key == "name":  # the two ways out
             assert "name=<another>" in problem.instead
             assert f"delete {folder.path}" in problem.instead
+
+
+def test_a_run_whose_checkpoints_are_not_found_is_not_started_anew(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path), "run", str(tmp_path / "elsewhere"))
+    folder.path.mkdir()
+    (folder.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    status = Status(folder.status_path, "python train.py")
+    status.step = 7
+    status.write(State.running)
+    assert claim(folder, changed(), SAVED, False).problems == []  # it has none yet
+    status.checkpoint = 5
+    status.write(State.running)
+    (problem,) = claim(folder, changed(), SAVED, False).problems
+    assert (problem.key, problem.value) == ("checkpoint.dir", tmp_path / "elsewhere")
+    assert "step 5" in problem.reason
+    assert "name=<another>" in problem.instead and f"delete {folder.path}" in problem.instead
+    assert claim(folder, changed(), SAVED, True).problems == []
 
 
 def test_claim_with_allowed_changes_shows_them(tmp_path: Path) -> None:
