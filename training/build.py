@@ -107,7 +107,6 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     return Run(
         config=config,
         steps=config.steps,
-        step_tokens=speed.step_tokens,
         data_rank=data_coordinate(place.mesh)[0],
         ranks=place.ranks,
         batches=build_batches(config, place, text),

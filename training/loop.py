@@ -27,7 +27,6 @@ class Run:
 
     config: Config
     steps: int
-    step_tokens: int
     data_rank: int
     ranks: Ranks
     batches: Batches
@@ -50,7 +49,7 @@ def train(run: Run, steps_done: int) -> Stopped | None:
     """
     gc.collect()
     gc.disable()  # a collection in one rank's step makes all wait; ours comes where they wait anyway
-    batches = run.batches.iterate(steps_done)
+    batches = run.batches.iterate(steps_done, run.meters.tokens)
     try:
         for batch in batches:
             step, lr = batch.step + 1, run.schedule.lr(batch.step)
@@ -95,7 +94,7 @@ def prove(run: Run, step: int) -> None:
     wanted = run.config.checkpoint.test_restore
     lasts = run.ranks.first(run.meters.last_step_seconds * (run.steps - step) > LONG_RUN_SECONDS)
     if wanted is TestRestore.always or (wanted is TestRestore.auto and lasts):
-        saving, reading = run.checkpoints.test_restore(step, step * run.step_tokens, run.meters.skipped)
+        saving, reading = run.checkpoints.test_restore(step, run.meters.tokens, run.meters.skipped)
         told = f"saved in {saving:.1f} s, read back in {reading:.1f} s, equal bit by bit"
         run.writers.text("restore test", told, step)
         run.meters.restart_clock(run.batches.wait_seconds)
@@ -119,7 +118,7 @@ def pause(run: Run, step: int, last: bool, stopped: Stopped | None) -> Stopped |
 def save(run: Run, step: int, kind: str) -> Saved:
     """Every step up to this one is in the metrics on disk before the checkpoint is complete."""
     run.writers.flush()
-    saved = run.checkpoints.save(step, step * run.step_tokens, run.meters.skipped, kind)
+    saved = run.checkpoints.save(step, run.meters.tokens, run.meters.skipped, kind)
     run.status.checkpoint = step
     if run.ranks.rank == 0:
         run.status.write(State.running)

@@ -174,9 +174,11 @@ def go(run: Run, place: Place, began: float) -> Stopped | None:
     if saved is not None:
         run.checkpoints.restore(saved, parts)
         if parts is Load.all:
-            steps_done, run.meters.skipped = saved.info["step"], saved.info["skipped_steps"]
-            run.status.step = steps_done
+            steps_done = run.status.step = saved.info["step"]
+            run.meters.tokens, run.meters.skipped = saved.info["tokens"], saved.info["skipped_steps"]
         place.console.say(f"{'going on' if parts is Load.all else 'starting'} from {saved.folder}")
+        if run.meters.tokens % run.batches.order.sequence_length != 0:
+            place.console.say("  sequence_length has changed: the data goes on at the next whole sequence")
     run.writers.start(steps_done + 1)
     place.console.say(f"  ready in {time.perf_counter() - began:.1f} s")
     if saved is not None and own and not is_scored(store, saved):

@@ -92,6 +92,18 @@ def test_longer(runs: Runs) -> None:
     assert runs.checkpoints("short") == [3, 6, 9, 12]
 
 
+def test_another_batch_repeats_and_skips_no_sample(runs: Runs, whole: str) -> None:
+    runs.die("rebatched", DROPOUT, partial(hit_in_step, 8, signal.SIGKILL))
+    half = "batch_sequences=4 checkpoint.allow_changes=[batch_sequences]"
+    runs.finish("rebatched", f"{DROPOUT} {half}")
+    wanted = [row for step in runs.traced(whole) if 7 <= step.step <= 9 for row in step.rows]
+    assert [row for step in runs.traced("rebatched")[-6:] for row in step.rows] == wanted
+    tokens = [*range(256, 6 * 256 + 1, 256), *range(6 * 256 + 128, 9 * 256 + 1, 128)]
+    assert [line["tokens"] for line in runs.records("rebatched")] == tokens
+    runs.start("rebatched", f"{DROPOUT} {half} steps=13 checkpoint.allow_changes=[batch_sequences,steps]")
+    assert runs.records("rebatched")[-1]["tokens"] == 9 * 256 + 128
+
+
 def test_changed_mathematics_is_refused(runs: Runs, copy: str, whole: str) -> None:
     outcome = runs.start(copy, f"{DROPOUT} optimizer.lr=0.02 seed=4 micro_batch=4")[0]
     assert outcome.code == REFUSED and "2 problems" in outcome.said  # micro_batch changes no mathematics
