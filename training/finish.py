@@ -26,7 +26,7 @@ def sample(config: Config, spread: Spread, tokenizer: Tokenizer, device: torch.d
     prompt = [tokenizer.end_of_text, *tokenizer.encode(config.metrics.sample_prompt)]
 
     def logits(tokens: Tensor) -> Tensor:
-        return spread.forward(tokens=tokens)
+        return spread.forward(tokens=tokens)[..., : tokenizer.vocab_size]  # the model may have more
 
     spread.model.eval()
     seed = derive(config.seed, "sample")
