@@ -88,7 +88,7 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     saved = place.ranks.first(saved)  # another rank may have listed the folder too early
     if saved is not None and saved.step == config.steps and is_scored(Store(saved.folder.parent, place.ranks), saved):
         place.console.say(finish.result(place.folder.path, {}))
-        place.console.say(finish.next_ways(config, place.folder.path, place.status.command))
+        place.console.say(finish.next_ways(config, place.folder, place.status.command))
         if place.rank == 0:
             place.status.write(State.finished, FINISHED)
         disconnect()
@@ -198,7 +198,7 @@ def end(run: Run, place: Place, text: Text) -> None:
         others = finish.references(run.config, text.prepared, text.tokenizer)
         place.status.write(State.finished, FINISHED)
         place.console.say(finish.result(place.folder.path, others))
-        place.console.say(finish.next_ways(run.config, place.folder.path, place.status.command))
+        place.console.say(finish.next_ways(run.config, place.folder, place.status.command))
 
 
 def claim_scores(chosen: Chosen, place: Place, saved: Saved) -> None:
