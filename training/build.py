@@ -1,7 +1,6 @@
 """Everything that takes part in the steps, built from the config in the order in which things depend on each other."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from training.resolve import DEGREES, Chosen, resolve_epochs
 from training.schedule import Schedule
 from training.step import Step
 from training.tokenizers import Tokenizer, build
+from training.unresolved import digests
 
 
 @dataclass
@@ -106,13 +106,12 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     about = describe_run(config, chosen, place, text)
     if place.rank == 0:
         write_text(place.folder.config_path, describe(config, chosen))
-        write_json(place.folder.environment_path, environment())
+        write_json(place.folder.environment_path, environment() | {"from_environment": about["from_environment"]})
         write_json(place.folder.data_path, text.prepared.manifest)
         introduce(config, place, text, dtype, spread, step, suite)
     return Run(
         config=config,
         steps=config.steps,
-        step_tokens=speed.step_tokens,
         random_coordinate=random_coordinate(place.mesh),
         ranks=place.ranks,
         batches=build_batches(config, place, text),
@@ -121,16 +120,13 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         meters=Meters(place.mesh, place.device, speed, config.optimizer.max_skipped),
         writers=build_writers(config, place, about["config"]),
         checkpoints=Checkpoints(
-            Store(checkpoint_dir(config, place), place.ranks), config.checkpoint, spread.model, step.optimizer, about
+            Store(place.folder.checkpoints, place.ranks), config.checkpoint, spread.model, step.optimizer, about
         ),
         evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check),
         stop=place.stop,
+        status=place.status,
         agreement=Agreement(spread.model, place.mesh, step.optimizer) if config.debug is Debug.paranoid else None,
     )
-
-
-def checkpoint_dir(config: Config, place: Place) -> Path:
-    return place.folder.checkpoints if config.checkpoint.dir is None else Path(config.checkpoint.dir)
 
 
 def fit_micro_batch(config: Config, place: Place, step: Step) -> int:
@@ -176,10 +172,11 @@ def build_writers(config: Config, place: Place, saved_config: dict[str, Any]) ->
 
 def describe_run(config: Config, chosen: Chosen, place: Place, text: Text) -> dict[str, Any]:
     """What each checkpoint says of the run. Values from the environment stand as their text, so that no secret is
-    saved."""
+    saved, and are known again by their digests."""
     machine = environment()
     return {
         "config": leaves(config) | chosen.unresolved,
+        "from_environment": digests(config, chosen.unresolved),
         "data": text.prepared.folder.name,
         "tokenizer": {"name": text.tokenizer.name, "fingerprint": text.tokenizer.fingerprint},
         "versions": {"espalier": machine["espalier"], "python": machine["python"], **machine["packages"]},

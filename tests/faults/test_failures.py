@@ -43,6 +43,7 @@ def test_a_bug_leaves_its_traceback(runs: Runs) -> None:
     assert outcome.error == "RuntimeError: a shape is wrong"
     status, log = runs.status("bug"), (runs.folder("bug") / "run.log").read_text()
     assert (status["state"], status["exit_code"]) == ("failed", FAILED)
+    assert (status["step"], status["checkpoint"]) == (4, 3)
     assert status["message"] == "rank 0: RuntimeError: a shape is wrong"
     assert "Traceback" in log and "after step 4 and before the end of step 5" in log
     assert [line["step"] for line in runs.records("bug")] == [1, 2, 3, 4]
