@@ -6,6 +6,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
+from training.advice import Device, advice
 from training.check import describe, settle
 from training.compose import check_command, from_hydra, refusing
 
@@ -18,6 +19,8 @@ def main(composed: DictConfig) -> None:
         if config.check_only:
             if os.environ.get("RANK", "0") == "0":
                 print(describe(config, chosen))
+                for told in advice(config, world, Device.described(config)):
+                    print(f"# advice: {told}")
             return
         from training.run import run  # imports torch, which takes seconds
 

@@ -80,11 +80,16 @@ class Decoder(nn.Module):
         stage.norm, stage.head = (self.norm, self.head) if parts[1] else (None, None)
         return stage
 
+    def ties(self) -> dict[str, str]:
+        """Names of parameters that are another one: the head uses the embedding's weight where the config says so."""
+        here = self.embed is not None and self.head is not None
+        return {"head.weight": "embed.tokens.weight"} if self.config.tied_head and here else {}
+
     def tie(self) -> None:
-        """Makes the head use the embedding's weight where the config says so. Parameters that are replaced must be tied
-        again."""
-        if self.config.tied_head and self.embed is not None and self.head is not None:
-            self.head.weight = self.embed.tokens.weight  # type: ignore[assignment]
+        """Makes them one. Parameters that are replaced must be tied again."""
+        for second, first in self.ties().items():
+            path, _, name = second.rpartition(".")
+            setattr(self.get_submodule(path), name, self.get_parameter(first))
 
     def forward(
         self,

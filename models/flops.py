@@ -28,14 +28,16 @@ def parameters(config: ModelConfig) -> int:
     return tables + head + final_norm + config.layers * sum(_block_parameters(config))
 
 
-def block_flops(config: ModelConfig, sequence_length: int) -> float:
-    """Of forward and backward for one token in one block; see flops_per_token."""
-    return 6.0 * _block_parameters(config)[0] + 12.0 * config.dim * sequence_length
+def block_flops_per_token(config: ModelConfig, sequence_length: int) -> tuple[float, float, float]:
+    """Floating-point operations of one block's forward for one token: of all its matrix products, of attention over
+    the whole square, and of the last product alone, which is among the first."""
+    matrices, _ = _block_parameters(config)
+    return 2.0 * matrices, 4.0 * config.dim * sequence_length, 2.0 * config.dim * config.feedforward_dim
 
 
-def head_flops(config: ModelConfig) -> float:
-    """Of forward and backward for one token in the head."""
-    return 6.0 * _known_vocabulary(config) * config.dim
+def head_flops_per_token(config: ModelConfig) -> float:
+    """Floating-point operations of the head's forward for one token."""
+    return 2.0 * _known_vocabulary(config) * config.dim
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
@@ -46,4 +48,5 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     norms, biases and padding too, 0.1 % more for GPT-2 124M). Causality is not deducted and recomputation not added,
     so MFU neither depends on the kernel nor on activation memory.
     """
-    return config.layers * block_flops(config, sequence_length) + head_flops(config)
+    products, attention, _ = block_flops_per_token(config, sequence_length)
+    return 3.0 * (config.layers * (products + attention) + head_flops_per_token(config))

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from parallel.activations import keep_activations
 from parallel.compile import compile_model
-from parallel.config import CompileConfig, Dtype, ParallelConfig, Scope, Strategy
+from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy
 from parallel.data import DataParallel, Replicated, Sharded, Single
 from parallel.materialize import materialize
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
@@ -53,6 +54,7 @@ def parallelize(
     precision: Dtype,
     reduce: Dtype,
     compile: CompileConfig,
+    activations: ActivationsConfig,
     seed: int,
     device: torch.device,
 ) -> Spread:
@@ -70,7 +72,7 @@ def parallelize(
     compute = compute_dtype(precision)
     low = compute is not master_dtype(precision)
 
-    # Here, in this order: tensor and expert cuts, context, activation checkpointing.
+    # Here, in this order: tensor and expert cuts, context, activations, compile.
     if parallel.tp > 1:
         from parallel.tensor import cut_tensors, overlap_communication  # imports DTensor, which takes seconds
 
@@ -82,6 +84,7 @@ def parallelize(
     if parallel.pp > 1:
         parts = {stage.index: decoder.stage(stage.layers, (stage.first, stage.last)) for stage in held}
     for part in parts.values():
+        keep_activations(part, activations, device)
         compiled = compile_model(part, compile, device)
     spreads: dict[int, DataParallel] = {}
     if parallel.strategy is not Strategy.single and not parallel.torch_ddp:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from models.config import ModelConfig
-from models.flops import block_flops, head_flops
+from models.flops import block_flops_per_token, head_flops_per_token
 from parallel.config import ParallelConfig, Reduce, Schedule, Strategy
 from parallel.planning.stages import SPLIT, Stage, runs, stages, stages_per_rank
 
@@ -99,7 +99,7 @@ def _needs(one: Pass, last: int, order: list[list[Pass]]) -> list[Pass]:
 
 def costs(model: ModelConfig, cut: list[Stage]) -> dict[int, float]:
     """FLOPs of a token in each stage, embedding counted as nothing."""
-    block, head = block_flops(model, model.context), head_flops(model)
+    block, head = sum(block_flops_per_token(model, model.context)[:2]), head_flops_per_token(model)
     return {stage.index: len(stage.layers) * block + (head if stage.last else 0.0) for stage in cut}
 
 

@@ -146,3 +146,32 @@ class CompileConfig:
         "none | block (one graph for all blocks) | model | auto (block on a GPU, none on a CPU)",
         Changes.layout,
     )
+
+
+class Recompute(Enum):
+    auto = "auto"
+    none = "none"
+    full = "full"
+    selective = "selective"
+    segments = "segments"
+    every_n = "every_n"
+    budget = "budget"
+    offload = "offload"
+
+
+@dataclass
+class ActivationsConfig:
+    """What forward keeps for backward. What it does not keep is computed again or fetched back, to the same numbers."""
+
+    mode: Recompute = key(
+        Recompute.auto,
+        "auto (none below a billion parameters, else selective) | none (all is kept) | full | selective | segments | every_n | budget | offload: docs/activations.md",
+        Changes.layout,
+    )
+    segments: int | None = key(
+        None, "segments: parts of equally many blocks; null: the square root of the layers", Changes.layout
+    )
+    every_n: int = key(2, "every_n: each so-many-th block is computed again, as in full", Changes.layout)
+    budget: float = key(
+        0.5, "budget: share of what the compiled graph would keep, from which torch chooses", Changes.layout
+    )

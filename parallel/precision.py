@@ -1,5 +1,8 @@
 """The dtype of the computation over float32 master weights."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +34,32 @@ def compute_dtype(dtype: Dtype) -> torch.dtype:
 
 def master_dtype(dtype: Dtype) -> torch.dtype:
     return torch.float64 if dtype is Dtype.fp64 else torch.float32
+
+
+def on_same_copies(blocks: Sequence[nn.Module], call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, which runs the blocks, for use in backward: on the parameters that the blocks have now. In forward they
+    may be LowPrecision's copies, which it has taken back by then."""
+    module = _Called(blocks, call)
+    now: dict[str, Tensor] = dict(module.named_parameters())
+    if all(isinstance(parameter, nn.Parameter) for parameter in now.values()):
+        return call  # masters, or what FSDP2 puts in their place by itself
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(module, now, args, kwargs)
+
+    return again
+
+
+class _Called(nn.Module):
+    """A call and the modules it runs, as one module."""
+
+    def __init__(self, modules: Sequence[nn.Module], call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.modules_run = nn.ModuleList(modules)
+        self.call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
 
 
 class LowPrecision(nn.Module):

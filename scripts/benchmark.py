@@ -80,8 +80,8 @@ class Alternating:
     def wait_seconds(self) -> float:
         return self.batches.wait_seconds
 
-    def iterate(self, first_step: int) -> Generator["Batch", None, None]:
-        source = self.batches.iterate(first_step)
+    def iterate(self, first_step: int, tokens_consumed: int) -> Generator["Batch", None, None]:
+        source = self.batches.iterate(first_step, tokens_consumed)
         try:
             for number in range(self.warmup + self.pairs):
                 began = self._now()

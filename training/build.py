@@ -1,7 +1,6 @@
 """Everything that takes part in the steps, built from the config in the order in which things depend on each other."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +10,14 @@ from parallel.apply import Spread, parallelize
 from parallel.config import Dtype
 from parallel.mesh import data_coordinate, random_coordinate
 from parallel.precision import settle
+from parallel.recomputation import told
 from training import memory
+from training.advice import Device, advice
+from training.agreement import Agreement
 from training.check import describe
 from training.checkpoint.contents import Checkpoints
 from training.checkpoint.store import Store
-from training.config import Config, leaves
+from training.config import Config, Debug, leaves
 from training.data.batches import Batches
 from training.data.order import Order
 from training.data.prepare import Prepared, prepare
@@ -30,11 +32,13 @@ from training.metrics.throughput import no_peak, peak_flops
 from training.metrics.writers import Writers
 from training.optimizers.build import build_optimizer
 from training.place import Place
+from training.plan import axes_table
 from training.refusal import Problem, Refusal
-from training.resolve import Chosen, resolve_epochs
+from training.resolve import DEGREES, Chosen, resolve_epochs
 from training.schedule import Schedule
 from training.step import Step
 from training.tokenizers import Tokenizer, build
+from training.unresolved import digests
 
 
 @dataclass
@@ -74,6 +78,7 @@ def spread_model(config: Config, place: Place, dtype: Dtype) -> Spread:
         dtype,
         config.precision.reduce_dtype,
         config.compile,
+        config.activations,
         config.seed,
         place.device,
     )
@@ -101,13 +106,12 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     about = describe_run(config, chosen, place, text)
     if place.rank == 0:
         write_text(place.folder.config_path, describe(config, chosen))
-        write_json(place.folder.environment_path, environment())
+        write_json(place.folder.environment_path, environment() | {"from_environment": about["from_environment"]})
         write_json(place.folder.data_path, text.prepared.manifest)
         introduce(config, place, text, dtype, spread, step, suite)
     return Run(
         config=config,
         steps=config.steps,
-        step_tokens=speed.step_tokens,
         random_coordinate=random_coordinate(place.mesh),
         ranks=place.ranks,
         batches=build_batches(config, place, text),
@@ -116,15 +120,13 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         meters=Meters(place.mesh, place.device, speed, config.optimizer.max_skipped),
         writers=build_writers(config, place, about["config"]),
         checkpoints=Checkpoints(
-            Store(checkpoint_dir(config, place), place.ranks), config.checkpoint, spread, step.optimizer, about
+            Store(place.folder.checkpoints, place.ranks), config.checkpoint, spread, step.optimizer, about
         ),
         evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check),
         stop=place.stop,
+        status=place.status,
+        agreement=Agreement(spread.model, place.mesh, step.optimizer) if config.debug is Debug.paranoid else None,
     )
-
-
-def checkpoint_dir(config: Config, place: Place) -> Path:
-    return place.folder.checkpoints if config.checkpoint.dir is None else Path(config.checkpoint.dir)
 
 
 def fit_micro_batch(config: Config, place: Place, step: Step) -> int:
@@ -170,10 +172,11 @@ def build_writers(config: Config, place: Place, saved_config: dict[str, Any]) ->
 
 def describe_run(config: Config, chosen: Chosen, place: Place, text: Text) -> dict[str, Any]:
     """What each checkpoint says of the run. Values from the environment stand as their text, so that no secret is
-    saved."""
+    saved, and are known again by their digests."""
     machine = environment()
     return {
         "config": leaves(config) | chosen.unresolved,
+        "from_environment": digests(config, chosen.unresolved),
         "data": text.prepared.folder.name,
         "tokenizer": {"name": text.tokenizer.name, "fingerprint": text.tokenizer.fingerprint},
         "versions": {"espalier": machine["espalier"], "python": machine["python"], **machine["packages"]},
@@ -191,15 +194,29 @@ def speed_of(config: Config, place: Place, dtype: Dtype, step_tokens: int) -> Sp
     return Speed(step_tokens, place.world.ranks, flops_per_token(config.model, config.sequence_length), peak)
 
 
+def device_of(config: Config, place: Place, dtype: Dtype) -> Device:
+    """What advice asks of the device: what the config says of it, else what the device says of itself."""
+    if place.device.type != "cuda":
+        return Device(dtype, config.hardware.memory_bytes, None)
+    memory = config.hardware.memory_bytes or torch.cuda.get_device_properties(place.device).total_memory
+    return Device(dtype, memory, speed_of(config, place, dtype, 1).peak_flops)
+
+
 def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Spread, step: Step, suite: Suite) -> None:
     """What is about to be done, in a few lines."""
     say, prepared, on_gpu = place.console.say, text.prepared, place.device.type == "cuda"
     name = torch.cuda.get_device_name(place.device) if on_gpu else "CPU"
-    degrees = {axis: getattr(config.parallel, axis) for axis in ("dp_replicate", "dp_shard")}
+    degrees = {axis: getattr(config.parallel, axis) for axis in DEGREES}
     layout = ", ".join([config.parallel.strategy.name, *(f"{axis} {n}" for axis, n in degrees.items() if n > 1)])
     compiled = spread.compiled.name
     say(f"run {place.folder.path}: {parameters(config.model):,} parameters, {dtype.name}, compile {compiled}")
+    assert config.sequence_length is not None
+    say(f"  activations: {told(config.activations, config.model, config.sequence_length)}")
     say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
+    for line in axes_table(config, dtype).splitlines():
+        say(f"  {line}")
+    for better in advice(config, place.world, device_of(config, place, dtype)):
+        say(f"  advice: {better}")
     tokens, heldout = len(prepared.train), len(prepared.heldout)
     say(f"  data {config.data.kind.name}: {tokens:,} tokens to train on, {heldout:,} held out")
     for group in step.optimizer.groups:

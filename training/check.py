@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from models.config import Attention
-from parallel.config import Dtype, ParallelConfig, Reduce, Scope, Strategy
+from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Reduce, Scope, Strategy
 from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
 from training.config import Config, DataKind, Load, ScheduleKind, TokenizerKind, leaves
 from training.inputs import input_problems
@@ -30,7 +30,8 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         model.vocab_multiple steps tokens sequence_length batch_sequences batch_tokens
         data.shuffle_block data.workers data.prefetch
         optimizer.max_skipped evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
-        hardware.gpus hardware.ranks_per_host parallel.ep parallel.stages_per_rank""",
+        hardware.gpus hardware.ranks_per_host parallel.ep parallel.stages_per_rank
+        activations.segments activations.every_n""",
         lambda value: value >= 1,
         "must be at least 1",
     ),
@@ -48,7 +49,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     (
         """optimizer.lr optimizer.eps optimizer.clip epochs max_minutes model.norm_eps model.logit_softcap
-        parallel.timeout_seconds parallel.bucket_cap_mb hardware.peak_tflops""",
+        parallel.timeout_seconds parallel.bucket_cap_mb hardware.peak_tflops hardware.memory_gib""",
         lambda value: value > 0,
         "must be above 0",
     ),
@@ -62,6 +63,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda value: 0 <= value <= 1,
         "must be between 0 and 1",
     ),
+    ("activations.budget", lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
 ]
 DDP_KEYS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
 PP_KEYS = ("schedule", "stages_per_rank", "stage_layers")
@@ -87,7 +89,7 @@ def check(config: Config, world: World) -> list[Problem]:
     With eval_only the model and its sequence length are not known yet: call check again once the checkpoint's are."""
     problems = list(_ranges(config))
     rules = [_run, _parallel, _precision, _tokenizer, _data, _model, _schedule_units, _checkpoint, _evals, _metrics]
-    rules += [] if config.eval_only else [_length, _batch, _schedule]
+    rules += [] if config.eval_only else [_length, _batch, _schedule, _activations]
     wrong = {problem.key for problem in problems}
     for rule in rules:
         problems += [problem for problem in rule(config, world) if problem.key not in wrong]
@@ -402,13 +404,24 @@ def _tensor(config: Config) -> Iterator[Problem]:
                 f"{_written(name, _around(length, tp))}, or {_written('parallel.tp', _divisors_around(length, tp))}"
             )
             yield Problem(name, length, f"sequences are cut into parallel.tp={tp} equal parts", instead)
-    if 1 <= model.feedforward_dim < tp:
-        yield Problem("model.ffn_dim", model.feedforward_dim, f"is less than parallel.tp={tp}", f"model.ffn_dim={tp}")
+    empty = f"cut over parallel.tp={tp} as torch.chunk does leaves a rank with nothing"
+    if not _enough(model.feedforward_dim, tp):
+        legal = _written("model.ffn_dim", _around(model.feedforward_dim, tp))
+        yield Problem("model.ffn_dim", model.feedforward_dim, empty, legal)
+    if _legal_numbers(model.vocab_size, model.vocab_multiple) and not _enough(model.padded_vocab_size, tp):
+        reason = f"a vocabulary of {model.padded_vocab_size} rows {empty}"
+        yield Problem("model.vocab_multiple", model.vocab_multiple, reason, f"model.vocab_multiple={tp}")
     if parallel.strategy is Strategy.ddp:
         for name in DDP_KEYS:
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
                 reason = "is a key of torch's DDP, which serves where parallel.tp is 1"
                 yield Problem(f"parallel.{name}", getattr(parallel, name), reason, "leave it out")
+
+
+def _enough(size: int, ranks: int) -> bool:
+    """Whether every rank has some, where all but the last ones have as much as the first. Sizes below 1 are told by
+    another rule."""
+    return size < 1 or -(-size // ranks) * (ranks - 1) < size
 
 
 def _model(config: Config, world: World) -> Iterator[Problem]:
@@ -444,6 +457,26 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
     ):
         reason = f"computes in bf16 on a GPU, and precision.dtype is {config.precision.dtype.name}"
         yield Problem("model.attention", kernel.name, reason, "model.attention=auto, or precision=bf16")
+
+
+def _activations(config: Config, world: World) -> Iterator[Problem]:
+    activations, layers, default = config.activations, config.model.layers, ActivationsConfig()
+    mode, segments = activations.mode, activations.segments
+    for user in (Recompute.segments, Recompute.every_n, Recompute.budget):
+        value = getattr(activations, user.name)
+        if mode is not user and value != getattr(default, user.name):
+            reason = f"is a key of activations={user.name}; the mode is {mode.name}"
+            yield Problem(f"activations.{user.name}", value, reason, f"activations={user.name}, or leave it out")
+    if mode is Recompute.segments and segments is not None and _legal_numbers(layers) and segments > layers:
+        reason = f"a segment is one block at least, and there are {layers}"
+        instead = f"activations.segments={layers}, or null for the square root of the layers"
+        yield Problem("activations.segments", segments, reason, instead)
+    scope = config.compile.scope
+    compiled = scope in (Scope.block, Scope.model) or (scope is Scope.auto and config.hardware.device == "cuda")
+    if mode is Recompute.budget and not compiled:
+        only = ", which compiles on a GPU only" if scope is Scope.auto else ""
+        reason = f"is torch's choice in a compiled graph, and compile.scope is {scope.name}{only}"
+        yield Problem("activations.mode", "budget", reason, "compile=block or compile=model, or activations=selective")
 
 
 def _precision(config: Config, world: World) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.schema import Changes, key
-from parallel.config import CompileConfig, ParallelConfig, PrecisionConfig
+from parallel.config import ActivationsConfig, CompileConfig, ParallelConfig, PrecisionConfig
 
 
 class TokenizerKind(Enum):
@@ -205,6 +205,18 @@ class HardwareConfig:
     peak_tflops: float | None = key(
         None, "dense peak of one device in the run's dtype, for MFU; null: from the table of known devices", Changes.io
     )
+    memory_gib: float | None = key(
+        None, "memory of one device in GiB, for advice; null: the device's own on CUDA, unknown on a CPU", Changes.io
+    )
+
+    @property
+    def memory_bytes(self) -> float | None:
+        return None if self.memory_gib is None else self.memory_gib * 2**30
+
+
+class Debug(Enum):
+    none = "none"
+    paranoid = "paranoid"
 
 
 @dataclass
@@ -215,6 +227,11 @@ class Config:
     out: str = key("outputs", "folder of all runs", Changes.io)
     seed: int = key(0, "of initial weights, data order and dropout")
     deterministic: bool = key(False, "refuse kernels that give different bits from run to run", Changes.layout)
+    debug: Debug = key(
+        Debug.none,
+        "none | paranoid (after each backward pass and each update, what several ranks hold is compared bit by bit; the first difference ends the run)",
+        Changes.layout,
+    )
     check_only: bool = key(False, "stop after the checks and print the resolved config", Changes.io)
     eval_only: bool = key(False, "score the checkpoint in checkpoint.load and stop", Changes.io)
     max_minutes: float | None = key(None, "save and stop after so many minutes, with exit code 75", Changes.io)
@@ -231,6 +248,7 @@ class Config:
     parallel: ParallelConfig = key(ParallelConfig, "how it is spread", Changes.layout)
     precision: PrecisionConfig = key(PrecisionConfig, "dtype of the computation")
     compile: CompileConfig = key(CompileConfig, "torch.compile", Changes.layout)
+    activations: ActivationsConfig = key(ActivationsConfig, "what is kept for backward", Changes.layout)
     tokenizer: TokenizerConfig = key(TokenizerConfig, "text to tokens")
     data: DataConfig = key(DataConfig, "text, and its order")
     optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer")

@@ -13,6 +13,7 @@ from training.config import Config
 from training.data.prepare import Prepared
 from training.evals.baselines import baselines
 from training.evals.sample import generate
+from training.folder import RunFolder
 from training.metrics import records
 from training.metrics.console import final_table
 from training.metrics.writers import EVALS_FILE
@@ -26,7 +27,7 @@ def sample(config: Config, spread: Spread, tokenizer: Tokenizer, device: torch.d
     prompt = [tokenizer.end_of_text, *tokenizer.encode(config.metrics.sample_prompt)]
 
     def logits(tokens: Tensor) -> Tensor:
-        return spread.forward(tokens=tokens)
+        return spread.forward(tokens=tokens)[..., : tokenizer.vocab_size]  # the model may have more
 
     spread.model.eval()
     seed = derive(config.seed, "sample")
@@ -58,16 +59,18 @@ def with_keys(command: str, keys: Mapping[str, str]) -> str:
     return shlex.join([*words, *(f"{key}={value}" for key, value in keys.items())])
 
 
-def next_ways(config: Config, folder: Path, goes_on: str) -> str:
+def next_ways(config: Config, folder: RunFolder, goes_on: str) -> str:
     """What one can do with a finished run."""
-    steps = config.steps or 0
-    out = "" if config.out == "outputs" else f" out={config.out}"
+    steps, elsewhere = config.steps or 0, config.checkpoint.dir is not None
+    score = {"eval_only": "true", "checkpoint.load": str(folder.checkpoints if elsewhere else folder.path)}
+    score |= {"out": config.out} if config.out != "outputs" else {}
+    score |= {"name": f"{folder.name}-scored"} if elsewhere else {}
     longer = with_keys(goes_on, {"steps": str(2 * steps), "checkpoint.allow_changes": "[steps]"})
     return "\n".join(
         [
-            f"finished: {steps:,} steps; everything is in {folder}",
+            f"finished: {steps:,} steps; everything is in {folder.path}",
             f"  longer:     {longer}",
             f"  start anew: {with_keys(goes_on, {'name': f'{folder.name}-2'})}",
-            f"  score:      {goes_on.partition(' train.py')[0]} train.py eval_only=true checkpoint.load={folder}{out}",
+            f"  score:      {with_keys(goes_on.partition(' train.py')[0] + ' train.py', score)}",
         ]
     )

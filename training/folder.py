@@ -2,21 +2,26 @@
 
 import errno
 import fcntl
+import json
 import os
 import socket
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from models.schema import Changes
 from training.config import Config, Resume, leaves
 from training.refusal import Problem
+from training.status import read
+from training.unresolved import in_words, to_write
 
 
 class RunFolder:
-    """Names of what a run leaves. Makes nothing by itself."""
+    """Names of what a run leaves. Makes nothing by itself. checkpoints: their folder, where it is not in the run's."""
 
-    def __init__(self, out: str, name: str) -> None:
+    def __init__(self, out: str, name: str, checkpoints: str | None = None) -> None:
         self.name = name
         self.path = Path(out) / name
         self.config_path = self.path / "config.yaml"
@@ -24,8 +29,8 @@ class RunFolder:
         self.data_path = self.path / "data.json"
         self.status_path = self.path / "status.json"
         self.log_path = self.path / "run.log"
-        self.checkpoints = self.path / "checkpoints"
-        self._lock: int | None = None
+        self.checkpoints = self.path / "checkpoints" if checkpoints is None else Path(checkpoints)
+        self._locks: list[int] = []
 
     def rank_log_path(self, rank: int) -> Path:
         """Where a rank other than 0 writes why it failed."""
@@ -36,24 +41,55 @@ class RunFolder:
         files = (self.path / "metrics.jsonl", self.path / "evals.jsonl")
         return any(file.exists() and file.stat().st_size > 0 for file in files)
 
-    def saved_config(self) -> dict[str, Any] | None:
-        """The leaves of config.yaml as the run before saved it; None where there is none."""
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that the run here has saved, by its own word."""
+        status = read(self.status_path)
+        return None if status is None else status.get("checkpoint")
+
+    def saved_info(self) -> dict[str, Any] | None:
+        """What the run before said of itself, as the info of its checkpoints does; None where there is nothing."""
         if not self.config_path.exists():
             return None
-        from omegaconf import OmegaConf
-
-        return flat(OmegaConf.to_container(OmegaConf.load(self.config_path), resolve=True))
+        machine = json.loads(self.environment_path.read_text()) if self.environment_path.exists() else {}
+        return {
+            "config": flat(yaml.safe_load(self.config_path.read_text())),
+            "from_environment": machine.get("from_environment", {}),
+        }
 
     def hold(self) -> list[Problem]:
         """Makes the folder and keeps it until `release` or the end of this process, however it ends. A problem where
         another process has it: two runs would write into each other's files. For rank 0."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            holder = self._lock(self.path)
         except OSError as error:
             return [
                 Problem("out", self.path, f"cannot be written: {error.strerror}", "out=<a folder that can be written>")
             ]
+        if holder is None:
+            return []
+        reason = f"another process ({holder}) is running into {self.path}"
+        return [Problem("name", self.name, reason, "name=<another>, or wait for that run, or stop it")]
+
+    def hold_checkpoints(self) -> list[Problem]:
+        """The same for the folder of checkpoints, which two runs of different names may share: each would delete what
+        the other saves."""
+        key = "checkpoint.dir"
+        try:
+            holder = self._lock(self.checkpoints)
+        except OSError as error:
+            reason = f"cannot be written: {error.strerror}"
+            return [Problem(key, self.checkpoints, reason, f"{key}=<a folder that can be written>, or null")]
+        if holder is None:
+            return []
+        reason = f"another process ({holder}) saves its checkpoints there"
+        return [Problem(key, self.checkpoints, reason, f"{key}=<another>, or wait for that run, or stop it")]
+
+    def _lock(self, folder: Path) -> str | None:
+        """Makes the folder and keeps it. The process that has it, if another does. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             # A POSIX lock: it works between hosts, and child processes do not inherit it.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,19 +97,17 @@ class RunFolder:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 holder = os.read(lock, 200).decode()
                 os.close(lock)
-                reason = f"another process ({holder}) is running into {self.path}"
-                return [Problem("name", self.name, reason, "name=<another>, or wait for that run, or stop it")]
+                return holder
             # Otherwise the file system has no locks, and the run goes without.
         os.truncate(lock, 0)
         os.write(lock, f"host {socket.gethostname()}, process {os.getpid()}".encode())
-        self._lock = lock
-        return []
+        self._locks.append(lock)
+        return None
 
     def release(self) -> None:
-        """Lets go of the folder, where a process does several runs."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Lets go of both, where a process does several runs."""
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
@@ -149,8 +183,8 @@ def refuse_changes(found: list[Difference], allow: list[str]) -> list[Problem]:
         Problem(
             difference.key,
             as_typed(difference.now),
-            f"the run so far had {as_typed(difference.saved)}, and this changes its mathematics",
-            f"{difference.key}={as_typed(difference.saved)}, or name=<another> for a new run, or to go on all the same "
+            f"the run so far had {in_words(difference.saved)}, and this changes its mathematics",
+            f"{to_write(difference.key, difference.saved)}, or name=<another> for a new run, or to go on all the same "
             + together,
         )
         for difference in found
@@ -177,13 +211,14 @@ class Claim:
 def claim(folder: RunFolder, config: Config, saved: dict[str, Any] | None, has_checkpoint: bool) -> Claim:
     """Reads the folder and changes nothing.
 
-    saved: resolved leaves of the newest complete checkpoint's config, else of `folder.saved_config()`, else None.
-    A run that died before its first checkpoint is started anew by the same config, and refused to another one.
+    saved: leaves of the newest complete checkpoint's config, else of `folder.saved_info()`, else None.
+    A run that died before its first checkpoint is started anew by the same config, and refused to another one; one
+    whose checkpoints are not found is not started anew, which would replace its metrics.
     """
     resume = config.checkpoint.resume
     ways_out = f"name=<another>, or delete {folder.path}"
     if resume is Resume.must and not has_checkpoint:
-        reason = f"there is no complete checkpoint in {config.checkpoint.dir or folder.checkpoints}"
+        reason = f"there is no complete checkpoint in {folder.checkpoints}"
         return Claim(
             False,
             [],
@@ -194,6 +229,11 @@ def claim(folder: RunFolder, config: Config, saved: dict[str, Any] | None, has_c
     if resume is Resume.never:
         reason = f"{folder.path} holds another run, and checkpoint.resume=never asks for a new one"
         return Claim(False, [], [Problem("name", folder.name, reason, ways_out)])
+    lost = None if has_checkpoint else folder.saved_step()
+    if lost is not None:
+        reason = f"{folder.path} has a run that saved step {lost:,}, and there is no complete checkpoint"
+        instead = f"checkpoint.dir=<the folder that has them>, or to begin again {ways_out}"
+        return Claim(False, [], [Problem("checkpoint.dir", folder.checkpoints, reason, instead)])
     changed = differences(saved, config) if saved is not None else []
     problems = refuse_changes(changed, config.checkpoint.allow_changes)
     if problems and not has_checkpoint:

@@ -4,6 +4,7 @@ import gc
 from dataclasses import dataclass
 
 from parallel.mesh import shorten_timeouts
+from training.agreement import Agreement
 from training.checkpoint.contents import Checkpoints
 from training.checkpoint.folders import Saved
 from training.config import Config, TestRestore
@@ -15,6 +16,7 @@ from training.metrics.writers import Writers
 from training.ranks import Ranks
 from training.schedule import Schedule
 from training.seeds import seed_step
+from training.status import State, Status
 from training.step import Step
 
 LONG_RUN_SECONDS = 3600.0  # from here on checkpoint.test_restore=auto tests
@@ -26,7 +28,6 @@ class Run:
 
     config: Config
     steps: int
-    step_tokens: int
     random_coordinate: int
     ranks: Ranks
     batches: Batches
@@ -37,7 +38,8 @@ class Run:
     checkpoints: Checkpoints
     evaluation: Evaluation
     stop: StopRequest
-    last_saved_step: int | None = None
+    status: Status
+    agreement: Agreement | None  # with debug=paranoid
     step_begun: int = 0  # for the message when something fails
 
 
@@ -49,13 +51,14 @@ def train(run: Run, steps_done: int) -> Stopped | None:
     """
     gc.collect()
     gc.disable()  # a collection in one rank's step makes all wait; ours comes where they wait anyway
-    batches = run.batches.iterate(steps_done)
+    batches = run.batches.iterate(steps_done, run.meters.tokens)
     try:
         for batch in batches:
             step, lr = batch.step + 1, run.schedule.lr(batch.step)
             run.step_begun = step
             seed_step(run.config.seed, batch.step, run.random_coordinate)
-            run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr))
+            run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr, run.agreement))
+            run.status.step = step
 
             first, last = step == steps_done + 1, step == run.steps
             if first:
@@ -93,7 +96,7 @@ def prove(run: Run, step: int) -> None:
     wanted = run.config.checkpoint.test_restore
     lasts = run.ranks.first(run.meters.last_step_seconds * (run.steps - step) > LONG_RUN_SECONDS)
     if wanted is TestRestore.always or (wanted is TestRestore.auto and lasts):
-        saving, reading = run.checkpoints.test_restore(step, step * run.step_tokens, run.meters.skipped)
+        saving, reading = run.checkpoints.test_restore(step, run.meters.tokens, run.meters.skipped)
         told = f"saved in {saving:.1f} s, read back in {reading:.1f} s, equal bit by bit"
         run.writers.text("restore test", told, step)
         run.meters.restart_clock(run.batches.wait_seconds)
@@ -117,8 +120,10 @@ def pause(run: Run, step: int, last: bool, stopped: Stopped | None) -> Stopped |
 def save(run: Run, step: int, kind: str) -> Saved:
     """Every step up to this one is in the metrics on disk before the checkpoint is complete."""
     run.writers.flush()
-    saved = run.checkpoints.save(step, step * run.step_tokens, run.meters.skipped, kind)
-    run.last_saved_step = step
+    saved = run.checkpoints.save(step, run.meters.tokens, run.meters.skipped, kind)
+    run.status.checkpoint = step
+    if run.ranks.rank == 0:
+        run.status.write(State.running)
     return saved
 
 

@@ -21,7 +21,7 @@ from training.resolve import World
 from training.seeds import make_deterministic
 from training.status import State, Status, command
 
-FINISHED, FAILED, SAVED = 0, 1, 75
+FINISHED, FAILED, REFUSED, SAVED = 0, 1, 2, 75
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Place:
     status: Status
     stop: StopRequest
     ranks: Ranks
+    trains: bool  # else it scores a checkpoint, and has no status
     mesh: DeviceMesh | None = None
     claimed: bool = False  # whether the folder is known to be this run's
 
@@ -70,12 +71,13 @@ def find_place(config: Config, world: World) -> Place:
         reason = f"needs a GPU's symmetric memory, and the device is {device.type}"
         raise Refusal([Problem("parallel.async_tp", True, reason, "parallel.async_tp=false")])
     make_deterministic(config.deterministic)
-    folder = RunFolder(config.out, config.name)
+    folder = RunFolder(config.out, config.name, config.checkpoint.dir)
     console = Console() if rank == 0 else Silent()
     logger = logging.getLogger("training")
     logger.handlers, logger.propagate = [ToConsole(console)], False
     status = Status(folder.status_path, command())
-    return Place(rank, world, device, folder, console, status, StopRequest(config.max_minutes), Ranks.alone())
+    stop = StopRequest(config.max_minutes)
+    return Place(rank, world, device, folder, console, status, stop, Ranks.alone(), trains=not config.eval_only)
 
 
 def find_device(wanted: str) -> torch.device:
@@ -104,16 +106,16 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def say_stopped(place: Place, stopped: Stopped, step: int | None) -> int:
-    """Tells how to go on; `step` is the one that was saved. Under torchrun the code is 0: it would restart the run
+def say_stopped(place: Place, stopped: Stopped, saved_step: int | None) -> int:
+    """Tells how to go on. Under torchrun the code is 0: it would restart the run
     after another."""
     code = FINISHED if launched() else SAVED
-    done = "nothing new to save" if step is None else f"saved at step {step:,}"
+    done = "nothing new to save" if saved_step is None else f"saved at step {saved_step:,}"
     place.console.close()
     place.console.say(f"stopped by {stopped.cause}: {done}\n  go on: {place.status.command}")
-    if place.rank == 0 and (place.claimed or not place.folder.holds_run()):
+    if place.rank == 0 and place.trains and (place.claimed or not place.folder.holds_run()):
         place.folder.path.mkdir(parents=True, exist_ok=True)
-        place.status.write(State.saved, step or 0, code, f"stopped by {stopped.cause}")
+        place.status.write(State.saved, code, f"stopped by {stopped.cause}")
     return code
 
 
@@ -123,4 +125,10 @@ def tell_failure(place: Place, error: BaseException) -> None:
         log = place.folder.log_path if place.rank == 0 else place.folder.rank_log_path(place.rank)
         with open(log, "a") as file:
             file.write("".join(traceback.format_exception(error)))
-        place.status.fail(f"rank {place.rank}: {type(error).__name__}: {error}")
+        place.status.fail(f"rank {place.rank}: {type(error).__name__}: {error}", FAILED)
+
+
+def tell_refusal(place: Place, refusal: Refusal) -> None:
+    """Leaves in status.json what only came to light when the run had been told to be running."""
+    if place.claimed:
+        place.status.fail(str(refusal), REFUSED)

@@ -1,23 +1,21 @@
 """A run, from a checked config to its exit code, in the order in which things happen."""
 
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from parallel.mesh import launched
 from parallel.precision import settle
+from parallel.replicas import ReplicasDiffer
 from training import finish
 from training.adopt import adopt, load_problems
-from training.build import Text, assemble, check_same_text, checkpoint_dir, read_text, spread_model
+from training.build import Text, assemble, check_same_text, read_text, spread_model
 from training.check import check
 from training.checkpoint.contents import is_scored, load_model
 from training.checkpoint.folders import Saved
 from training.checkpoint.store import SaveFailed, Store, find
-from training.config import Config, Load, leaves
+from training.config import Config, Load
 from training.data.batches import BatchFailed
 from training.evals.suite import Suite
 from training.evaluation import Evaluation
@@ -29,13 +27,25 @@ from training.metrics import writers
 from training.metrics.console import final_table
 from training.metrics.meters import TooManySkipped
 from training.metrics.writers import METRICS_FILE, Jsonl
-from training.place import FAILED, FINISHED, Place, connect, disconnect, find_place, say_stopped, tell_failure
+from training.place import (
+    FAILED,
+    FINISHED,
+    Place,
+    connect,
+    disconnect,
+    find_place,
+    say_stopped,
+    tell_failure,
+    tell_refusal,
+)
 from training.ranks import Ranks
 from training.refusal import Problem, Refusal
 from training.resolve import Chosen, World, resolve_model
 from training.status import State
+from training.unresolved import saved_values
 
-EXPLAINED = (BatchFailed, OutOfMemory, SaveFailed, TooManySkipped)  # failures whose message says all; no traceback
+# failures whose message says all; no traceback
+EXPLAINED = (BatchFailed, OutOfMemory, ReplicasDiffer, SaveFailed, TooManySkipped)
 
 
 def run(config: Config, world: World, chosen: Chosen) -> int:
@@ -53,7 +63,8 @@ def run(config: Config, world: World, chosen: Chosen) -> int:
             return FINISHED if code is None else code
         except Stopped as stopped:  # before the first step: there is nothing to save
             return say_stopped(place, stopped, None)
-        except Refusal:
+        except Refusal as refusal:
+            tell_refusal(place, refusal)
             raise
         except EXPLAINED as failure:
             tell_failure(place, failure)
@@ -74,14 +85,14 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     began = time.perf_counter()
     text = read_text(config, place)
     refuse(check(config, place.world))  # again: some lengths are only known with the data
-    saved = open_folder(config, chosen, place, text)
+    saved = open_folder(config, place, text)
     connect(config, place)
     saved = place.ranks.first(saved)  # another rank may have listed the folder too early
     if saved is not None and saved.step == config.steps and is_scored(Store(saved.folder.parent, place.ranks), saved):
         place.console.say(finish.result(place.folder.path, {}))
-        place.console.say(finish.next_ways(config, place.folder.path, place.status.command))
+        place.console.say(finish.next_ways(config, place.folder, place.status.command))
         if place.rank == 0:
-            place.status.write(State.finished, saved.step, FINISHED)
+            place.status.write(State.finished, FINISHED)
         disconnect()
         return FINISHED
     check_same_text(place, text)
@@ -90,6 +101,8 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
         stopped = go(run, place, began)
         if stopped is None:
             end(run, place, text)
+    except ReplicasDiffer as error:
+        raise ReplicasDiffer(f"in step {run.step_begun} {error}") from error
     except (RuntimeError, torch.OutOfMemoryError) as error:
         if is_out_of_memory(error):
             raise OutOfMemory(out_of_memory_report(config, place.rank, run.step, place.device)) from error
@@ -100,7 +113,7 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     finally:
         run.writers.close()
     disconnect()
-    return FINISHED if stopped is None else say_stopped(place, stopped, run.last_saved_step)
+    return FINISHED if stopped is None else say_stopped(place, stopped, run.status.checkpoint)
 
 
 def refuse(problems: list[Problem]) -> None:
@@ -108,12 +121,12 @@ def refuse(problems: list[Problem]) -> None:
         raise Refusal(problems)
 
 
-def open_folder(config: Config, chosen: Chosen, place: Place, text: Text) -> Saved | None:
+def open_folder(config: Config, place: Place, text: Text) -> Saved | None:
     """Decides what may be done with the run's folder; its newest checkpoint if the run goes on. Raises Refusal."""
     folder = place.folder
-    saved = Store(checkpoint_dir(config, place), Ranks.alone()).newest()
-    theirs = saved.info["config"] if saved is not None else folder.saved_config()
-    claimed = claim(folder, config, theirs and with_unresolved(theirs, config, chosen), saved is not None)
+    saved = Store(folder.checkpoints, Ranks.alone()).newest()
+    info = saved.info if saved is not None else folder.saved_info()
+    claimed = claim(folder, config, info and saved_values(info, config), saved is not None)
     problems = claimed.problems + writers.problems(config.metrics)
     if saved is not None:
         problems += text_problems(config, saved, text)
@@ -121,12 +134,14 @@ def open_folder(config: Config, chosen: Chosen, place: Place, text: Text) -> Sav
         loaded = find(config.checkpoint.load, Ranks.alone())
         problems += load_problems(config, loaded) + tokenizer_problems(loaded, text)
     if place.rank == 0 and not problems:
-        problems += folder.hold() or destination_problems(checkpoint_dir(config, place))
+        problems += folder.hold() or folder.hold_checkpoints()
     refuse(problems)
     place.claimed = True
+    if saved is not None:
+        place.status.step = place.status.checkpoint = saved.step
     if place.rank == 0:
         place.console.log = folder.log_path
-        place.status.write(State.running, saved.step if saved is not None else 0)
+        place.status.write(State.running)
         for difference in claimed.changed:
             place.console.say(f"changed since the last start: {difference}")
     return saved
@@ -152,25 +167,6 @@ def text_problems(config: Config, saved: Saved, text: Text) -> list[Problem]:
     return problems
 
 
-def destination_problems(checkpoints: Path) -> list[Problem]:
-    """Whether checkpoints can be saved, found out before the first step."""
-    try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        if os.access(checkpoints, os.W_OK):
-            return []
-        reason = "cannot be written to"
-    except OSError as error:
-        reason = f"cannot be made: {error.strerror}"
-    return [Problem("checkpoint.dir", checkpoints, reason, "a folder that can be written to, or null")]
-
-
-def with_unresolved(saved: dict[str, Any], config: Config, chosen: Chosen) -> dict[str, Any]:
-    """The saved config. Where it has the text of a value from the environment, and so has this command, they are
-    equal."""
-    now = leaves(config)
-    return {key: now[key] if chosen.unresolved.get(key) == value else value for key, value in saved.items()}
-
-
 def go(run: Run, place: Place, began: float) -> Stopped | None:
     """Restores what there is, scores it if it should have been, and trains to the end."""
     store = run.checkpoints.store
@@ -182,17 +178,18 @@ def go(run: Run, place: Place, began: float) -> Stopped | None:
     if saved is not None:
         run.checkpoints.restore(saved, parts)
         if parts is Load.all:
-            steps_done, run.meters.skipped = saved.info["step"], saved.info["skipped_steps"]
+            steps_done = run.status.step = saved.info["step"]
+            run.meters.tokens, run.meters.skipped = saved.info["tokens"], saved.info["skipped_steps"]
         place.console.say(f"{'going on' if parts is Load.all else 'starting'} from {saved.folder}")
+        if run.meters.tokens % run.batches.order.sequence_length != 0:
+            place.console.say("  sequence_length has changed: the data goes on at the next whole sequence")
     run.writers.start(steps_done + 1)
     place.console.say(f"  ready in {time.perf_counter() - began:.1f} s")
-    if saved is not None and own:
-        run.last_saved_step = steps_done
-        if not is_scored(store, saved):
-            run.stop.watch_steps(run.ranks)
-            stopped = score(run, steps_done, saved)
-            if stopped is not None:
-                return stopped
+    if saved is not None and own and not is_scored(store, saved):
+        run.stop.watch_steps(run.ranks)
+        stopped = score(run, steps_done, saved)
+        if stopped is not None:
+            return stopped
     return train(run, steps_done) if steps_done < run.steps else None
 
 
@@ -203,9 +200,9 @@ def end(run: Run, place: Place, text: Text) -> None:
         run.writers.text("sample", written, run.steps)
     if place.rank == 0:
         others = finish.references(run.config, text.prepared, text.tokenizer)
-        place.status.write(State.finished, run.steps, FINISHED)
+        place.status.write(State.finished, FINISHED)
         place.console.say(finish.result(place.folder.path, others))
-        place.console.say(finish.next_ways(run.config, place.folder.path, place.status.command))
+        place.console.say(finish.next_ways(run.config, place.folder, place.status.command))
 
 
 def claim_scores(chosen: Chosen, place: Place, saved: Saved) -> None:

@@ -21,19 +21,25 @@ class State(Enum):
 
 
 class Status:
-    """The status file of one run. Written by rank 0; a run that is killed leaves `running`."""
+    """The status file of one run, written by rank 0 and by any rank that fails. A run that is killed leaves `running`.
+
+    Every rank keeps what it will say: `step`, the last one done, and `checkpoint`, the step of the newest one the run
+    has."""
 
     def __init__(self, path: Path, command: str) -> None:
         self.path = path
         self.command = command
+        self.step = 0
+        self.checkpoint: int | None = None
 
-    def write(self, state: State, step: int, exit_code: int | None = None, message: str = "") -> None:
-        """step: the last one done. exit_code: of train.py itself; None while it runs."""
+    def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
+        """exit_code: of train.py itself; None while it runs."""
         write_json(
             self.path,
             {
                 "state": state.name,
-                "step": step,
+                "step": self.step,
+                "checkpoint": self.checkpoint,
                 "exit_code": exit_code,
                 "command": self.command,
                 "message": message,
@@ -41,12 +47,12 @@ class Status:
             },
         )
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, exit_code: int) -> None:
         """From any rank: the run has failed. The first message stays: a rank that fails because another is gone says
         less."""
         before = read(self.path)
         if before is None or before["state"] != State.failed.name:
-            self.write(State.failed, before["step"] if before else 0, 1, message)
+            self.write(State.failed, exit_code, message)
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.apply import Spread
 from parallel.gradients import clip, global_norm, sum_partial
 from parallel.mesh import DATA_AXES, sum_over
+from training.agreement import Agreement
 from training.optimizers.base import Optimizer
 
 
@@ -35,13 +36,20 @@ class Step:
         self.counted = [p for name, p in spread.model.named_parameters() if name not in spread.model.copies]
         self.phase = "the forward pass"  # for the message when memory runs out
 
-    def __call__(self, micro_batches: list[dict[str, Any]], predicted: int, lr: float) -> StepResult:
-        """micro_batches: tokens and labels [micro_batch, seq] each; predicted: labels on this rank that count."""
+    def __call__(
+        self, micro_batches: list[dict[str, Any]], predicted: int, lr: float, agreement: Agreement | None = None
+    ) -> StepResult:
+        """micro_batches: tokens and labels [micro_batch, seq] each; predicted: labels on this rank that count;
+        agreement: what is compared over ranks on the way, which waits for the device."""
         result = self.backward(micro_batches, predicted)
+        if agreement is not None:
+            agreement.check_gradients()
         self.phase = "the optimizer"
         if self.clip_norm is not None:
             clip(self.parameters, result.grad_norm, self.clip_norm)
         self.optimizer.step(lr, result.skipped)
+        if agreement is not None:
+            agreement.check_state()
         self.optimizer.zero_grad()
         return result
 

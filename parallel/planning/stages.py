@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from models.config import ModelConfig
-from models.flops import block_flops, head_flops
+from models.flops import block_flops_per_token, head_flops_per_token
 from parallel.config import ParallelConfig, Schedule
 
 V_SHAPED = (Schedule["zbv"], Schedule["dualpipev"])
@@ -61,7 +61,7 @@ def balanced(model: ModelConfig, number: int) -> list[int]:
         raise ValueError(f"{model.layers} layers are fewer than {number} stages")
     if number == 1:
         return [model.layers]
-    block, head = block_flops(model, model.context), head_flops(model)
+    block, head = sum(block_flops_per_token(model, model.context)[:2]), head_flops_per_token(model)
 
     def costliest(last: int) -> float:
         return max(-(-(model.layers - last) // (number - 1)) * block, last * block + head)

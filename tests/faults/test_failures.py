@@ -43,6 +43,7 @@ def test_a_bug_leaves_its_traceback(runs: Runs) -> None:
     assert outcome.error == "RuntimeError: a shape is wrong"
     status, log = runs.status("bug"), (runs.folder("bug") / "run.log").read_text()
     assert (status["state"], status["exit_code"]) == ("failed", FAILED)
+    assert (status["step"], status["checkpoint"]) == (4, 3)
     assert status["message"] == "rank 0: RuntimeError: a shape is wrong"
     assert "Traceback" in log and "after step 4 and before the end of step 5" in log
     assert [line["step"] for line in runs.records("bug")] == [1, 2, 3, 4]
@@ -62,6 +63,7 @@ def check_report(said: str) -> None:
     assert all(part in said for part in ("weights", "gradients", "optimizer", "activations"))
     ways = [line.strip() for line in said.partition("instead, one of:")[2].splitlines() if line.startswith("    ")]
     assert len(ways) == 3 and ways[0].startswith("micro_batch=1:"), said
+    assert ways[1].startswith("activations=full:"), said
     assert "Traceback" not in said
 
 

@@ -35,7 +35,6 @@ MODELS = {
     "tied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=true model.vocab_multiple=1",
     "untied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=false model.vocab_multiple=128",
 }
-TIED = ("tied", "tied for tp", "grouped heads", "tied for pp")
 OPTIMIZERS = {
     "sgd": "optimizer=sgd optimizer.beta1=0.9 optimizer.weight_decay=0.1",
     "adamw": "optimizer=adamw optimizer.weight_decay=0.1",
@@ -78,7 +77,7 @@ def config_of(case: Case) -> Config:
     overrides = f"{RUN} {MODELS[training.model]} {OPTIMIZERS[training.optimizer]} precision={training.precision}"
     config, chosen = copy.deepcopy(_composed(overrides))
     asked = copy.deepcopy(_composed(layout.overrides)[0])
-    config.parallel, config.compile = asked.parallel, asked.compile
+    config.parallel, config.compile, config.activations = asked.parallel, asked.compile, asked.activations
     config.batch_sequences = SEQUENCES
     world = World(layout.ranks, layout.ranks_per_host)
     resolve(config, world, chosen)
@@ -91,7 +90,8 @@ def config_of(case: Case) -> Config:
 
 def shape_of(config: Config) -> Shape:
     model = config.model
-    sizes = (model.layers, model.dim, model.heads, model.feedforward_dim, model.context, VOCABULARY)
+    assert model.vocab_size is not None
+    sizes = (model.layers, model.dim, model.heads, model.feedforward_dim, model.context, model.vocab_size)
     return Shape(
         *sizes,
         tied=model.tied_head,
@@ -103,9 +103,9 @@ def shape_of(config: Config) -> Shape:
     )
 
 
-def recipe_of(config: Config) -> Recipe:
+def recipe_of(config: Config, lrs: tuple[float, ...] = LRS) -> Recipe:
     o = config.optimizer
-    return Recipe(o.kind.name, LRS, o.weight_decay, o.beta1, o.beta2, o.eps, o.clip)
+    return Recipe(o.kind.name, lrs, o.weight_decay, o.beta1, o.beta2, o.eps, o.clip)
 
 
 def batches() -> list[Batch]:
@@ -130,6 +130,6 @@ def batches() -> list[Batch]:
 
 def slices(batch: Batch, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
     """A rank's micro-batches: ranks take slices of the global batch in their order."""
-    each = SEQUENCES // ranks
+    each = len(batch.tokens) // ranks
     for start in range(rank * each, (rank + 1) * each, micro_batch):
         yield Batch(batch.tokens[start : start + micro_batch], batch.labels[start : start + micro_batch])

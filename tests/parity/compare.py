@@ -15,7 +15,7 @@ from parallel.apply import Spread, parallelize
 from parallel.mesh import build_mesh, data_coordinate, start_process_group
 from parallel.precision import settle
 from tests.oracle import Batch, Trajectory, Weights
-from tests.parity.cases import LRS, TIED, Case, Training, batches, slices
+from tests.parity.cases import LRS, Case, Training, batches, slices
 from training.config import Config
 from training.evals.loss import Forward
 from training.evals.suite import Suite
@@ -52,6 +52,21 @@ class Differences:
         if (training.precision, training.optimizer) == ("fp32", "adamw"):
             return replace(self, gradient=self.first_gradient, parameters=0.0)
         return self
+
+    def wrong(self, bounds: "Bounds") -> list[str]:
+        """What promise 1 does not allow."""
+        held = {
+            "initial weights differ in some bit": self.initial,
+            "ranks that hold the same part hold different bits": self.copies,
+            "predicted tokens are counted wrongly": self.predicted,
+            f"the loss differs by {self.loss:.1e}": self.loss <= bounds.scalar,
+            f"the norm differs by {self.norm:.1e}": self.norm <= bounds.scalar,
+            f"token losses differ by {self.token_losses:.1e}": self.token_losses <= bounds.scalar,
+            f"a gradient differs by {self.gradient:.1e}": self.gradient <= bounds.gradient,
+            f"parameters differ by {self.parameters:.1e} of the bound": self.parameters <= 1.0,
+            f"a padded row has a gradient or a value of {self.padding:.1e}": self.padding == 0.0,
+        }
+        return [what for what, holds in held.items() if not holds]
 
     @staticmethod
     def worst(all_of_them: Iterable["Differences"]) -> "Differences":
@@ -151,7 +166,8 @@ def part(tensor: Tensor) -> tuple[torch.Size, Region, Tensor]:
 def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]:
     precision = settle(config.precision, CPU)
     reduce = config.precision.reduce_dtype
-    spread = parallelize(config.model, mesh, config.parallel, precision, reduce, config.compile, config.seed, CPU)
+    layout = (config.parallel, precision, reduce, config.compile, config.activations)
+    spread = parallelize(config.model, mesh, *layout, config.seed, CPU)
     optimizer = build_optimizer(config.optimizer, spread.model)
     return spread, WatchedStep(spread, mesh, optimizer, config.optimizer.clip)
 
@@ -186,28 +202,40 @@ def run_cases(cases: list[tuple[Case, Config]], folder: Path) -> list[Difference
 
 def run_case(case: Case, config: Config, mesh: DeviceMesh | None, folder: Path, ranks: Ranks) -> Differences:
     oracle: Trajectory = torch.load(folder / f"{case.training}.pt", weights_only=False)
-    bounds = BOUNDS[case.training.precision]
+    return compare(config, mesh, ranks, batches(), LRS, oracle, BOUNDS[case.training.precision])
+
+
+def compare(
+    config: Config,
+    mesh: DeviceMesh | None,
+    ranks: Ranks,
+    batches: list[Batch],
+    lrs: tuple[float, ...],
+    oracle: Trajectory,
+    bounds: Bounds,
+) -> Differences:
+    """One step a batch, beside the oracle's, seen from this rank."""
     spread, step = build(config, mesh)
     meters = Meters(mesh, CPU, Speed(1, ranks.size, 1.0, None), max_skipped=10)
     rank, data_ranks = data_coordinate(mesh)
     assert isinstance(config.micro_batch, int)
 
-    tied = case.training.model in TIED
+    tied = config.model.tied_head
     first = untwin(gather(dict(spread.model.named_parameters())), tied)
     initial = first.values.keys() == oracle.initial.keys()
     initial &= all(torch.equal(cut(first.values[name], value), value) for name, value in oracle.initial.items())
     padding = [largest_padding(first.values, oracle.initial)]
     token_losses, gradients, predicted, copies = [0.0], [], True, first.copies_equal
-    for number, batch in enumerate(batches()):
+    for number, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
         mine = list(slices(batch, rank, data_ranks, config.micro_batch))
         if number in EVALUATED:
             losses, expected = evaluate(spread, mesh, ranks, mine), oracle.token_losses[number]
             expected = expected[rank * len(losses) : (rank + 1) * len(losses)]
             token_losses.append(float((losses - expected).abs().max() / expected.abs().max().clamp(min=1.0)))
         count = sum(int((micro.labels != -100).sum()) for micro in mine)
-        result = step([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], count, LRS[number])
+        result = step([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], count, lr)
         predicted &= int(result.predicted) == oracle.predicted[number]
-        meters.add(number + 1, LRS[number], result)
+        meters.add(number + 1, lr, result)
         found = untwin(step.gradients, tied)
         difference = gradient_difference(found.values, oracle.gradients[number], oracle.norms[number], bounds)
         gradients.append(difference)
@@ -224,7 +252,7 @@ def run_case(case: Case, config: Config, mesh: DeviceMesh | None, folder: Path, 
         norm=largest(relative(r["grad_norm"], norm) for r, norm in zip(records, oracle.norms, strict=True)),
         first_gradient=gradients[0],
         gradient=largest(gradients),
-        parameters=parameter_difference(last.values, oracle.final, bounds),
+        parameters=parameter_difference(last.values, oracle.final, bounds, max(lrs)),
         padding=largest(padding),
         token_losses=largest(token_losses),
     )
@@ -276,9 +304,9 @@ def gradient_difference(found: Weights, expected: Weights, norm: float, bounds: 
     )
 
 
-def parameter_difference(found: Weights, expected: Weights, bounds: Bounds) -> float:
+def parameter_difference(found: Weights, expected: Weights, bounds: Bounds, lr: float) -> float:
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     return largest(
-        float(((cut(found[name], value) - value).abs() / (bounds.rtol * value.abs() + bounds.atol * max(LRS))).max())
+        float(((cut(found[name], value) - value).abs() / (bounds.rtol * value.abs() + bounds.atol * lr)).max())
         for name, value in expected.items()
     )

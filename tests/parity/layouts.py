@@ -58,11 +58,33 @@ OPTIONS = [
 # Legal with one micro-batch a step only.
 STATIC_GRAPH = layout(2, "parallel=ddp parallel.static_graph=true")
 
+# What is computed again in backward, or fetched back.
+ACTIVATIONS = [
+    *[
+        layout(1, f"parallel=single activations={mode}")
+        for mode in ("full", "selective", "segments", "every_n", "offload")
+    ],
+    *[layout(2, f"parallel=fsdp2 activations={mode}") for mode in ("full", "selective", "segments", "offload")],
+    layout(2, "parallel=zero1 activations=segments"),
+    layout(2, "parallel=ddp activations=full"),
+]
+TENSOR_ACTIVATIONS = [
+    *[layout(2, f"parallel=tp activations={mode}") for mode in ("full", "selective", "segments", "offload")],
+    *[layout(4, f"parallel=fsdp2 parallel.tp=2 activations={mode}") for mode in ("full", "segments", "offload")],
+]
+
 # Compiled graphs, which take a minute to make on a CPU.
 COMPILED = [
     layout(1, "parallel=single compile=model"),
     layout(2, "parallel=ddp compile=block"),
     layout(2, "parallel=fsdp2 compile=block"),
+    layout(1, "parallel=single compile=block activations=budget activations.budget=0.3"),
+    layout(1, "parallel=single compile=block activations=offload"),
+    layout(1, "parallel=single compile=model activations=segments"),
+    layout(1, "parallel=single compile=model activations=selective"),
+    layout(2, "parallel=fsdp2 compile=block activations=full"),
+    layout(2, "parallel=fsdp2 compile=block activations=selective"),
+    layout(2, "parallel=fsdp2 compile=block activations=segments"),
 ]
 
 COMPILED_TENSOR = [

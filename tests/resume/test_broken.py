@@ -35,7 +35,7 @@ KILLED: dict[str, tuple[Meddling, list[int]]] = {
     "scoring": (partial(hit_in_evaluation, 2, KILL), [3]),
     "scores in no file": (partial(hit_before, "evals.jsonl", KILL, 2), [3, 6]),
     "scores not beside the checkpoint": (partial(hit_before, "scores.json", KILL, 2), [3, 6]),
-    "finished but for the status": (partial(hit_before, "status.json", KILL, 2), [3, 6, 9, 12]),
+    "finished but for the status": (partial(hit_before, "status.json", KILL, 6), [3, 6, 9, 12]),
 }
 
 
@@ -124,7 +124,8 @@ def test_a_signal_while_it_reads_its_checkpoint(runs: Runs, copy: str, whole: st
     (runs.checkpoint(copy, 12) / "COMPLETE").unlink()
     outcome = runs.start(copy, DROPOUT, partial(hit_in_call, "training.checkpoint.tensors", "read", TERM))[0]
     assert outcome.code == SAVED
-    assert runs.status(copy)["state"] == "saved"
+    status = runs.status(copy)
+    assert (status["state"], status["step"], status["checkpoint"]) == ("saved", 9, 9)
     assert runs.checkpoints(copy) == [3, 6, 9]
     runs.finish(copy, DROPOUT)
     check_same_bits(runs, copy, whole)

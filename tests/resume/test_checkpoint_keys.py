@@ -1,5 +1,6 @@
 """What a user may ask of checkpoints: go on, begin from one, make a run longer, and what is refused."""
 
+import os
 import shutil
 import signal
 from functools import partial
@@ -19,6 +20,7 @@ from tests.runs.drive import (
     Meddling,
     Runs,
     hit_in_call,
+    hit_in_evaluation,
     hit_in_step,
     put,
     train_py,
@@ -53,6 +55,18 @@ def test_a_damaged_newest_checkpoint(runs: Runs, copy: str, whole: str, name: st
     check_same_bits(runs, copy, whole)
 
 
+def test_tensors_that_cannot_be_read(runs: Runs, copy: str) -> None:
+    """Found when the folder is the run's already: its status says so."""
+    shutil.rmtree(runs.checkpoint(copy, STEPS))
+    path = damaged(runs.checkpoint(copy, 9), LARGEST)
+    path.write_bytes(bytes(path.stat().st_size))
+    outcome = runs.start(copy, DROPOUT)[0]
+    assert outcome.code == REFUSED and "cannot read" in outcome.said
+    status = runs.status(copy)
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", REFUSED, 9)
+    assert status["message"] in outcome.said
+
+
 def test_the_second_start_of_a_finished_run(runs: Runs, copy: str, whole: str) -> None:
     said = runs.finish(copy, DROPOUT)
     assert runs.traced(copy) == []
@@ -78,11 +92,39 @@ def test_longer(runs: Runs) -> None:
     assert runs.checkpoints("short") == [3, 6, 9, 12]
 
 
+def test_another_batch_repeats_and_skips_no_sample(runs: Runs, whole: str) -> None:
+    runs.die("rebatched", DROPOUT, partial(hit_in_step, 8, signal.SIGKILL))
+    half = "batch_sequences=4 checkpoint.allow_changes=[batch_sequences]"
+    runs.finish("rebatched", f"{DROPOUT} {half}")
+    wanted = [row for step in runs.traced(whole) if 7 <= step.step <= 9 for row in step.rows]
+    assert [row for step in runs.traced("rebatched")[-6:] for row in step.rows] == wanted
+    tokens = [*range(256, 6 * 256 + 1, 256), *range(6 * 256 + 128, 9 * 256 + 1, 128)]
+    assert [line["tokens"] for line in runs.records("rebatched")] == tokens
+    runs.start("rebatched", f"{DROPOUT} {half} steps=13 checkpoint.allow_changes=[batch_sequences,steps]")
+    assert runs.records("rebatched")[-1]["tokens"] == 9 * 256 + 128
+
+
 def test_changed_mathematics_is_refused(runs: Runs, copy: str, whole: str) -> None:
     outcome = runs.start(copy, f"{DROPOUT} optimizer.lr=0.02 seed=4 micro_batch=4")[0]
     assert outcome.code == REFUSED and "2 problems" in outcome.said  # micro_batch changes no mathematics
     assert "optimizer.lr=0.02" in outcome.said and "seed=4" in outcome.said
     check_same_bits(runs, copy, whole)  # nothing was touched
+
+
+def set_environment(**values: str) -> None:
+    os.environ.update(values)
+
+
+def test_a_changed_value_of_the_environment_is_refused(runs: Runs) -> None:
+    begin = f"{DROPOUT} evals=none optimizer.lr=${{oc.env:ESPALIER_LR}}"
+    former, other = (partial(set_environment, ESPALIER_LR=value) for value in ("0.01", "0.1"))
+    for step in (3, 5):  # before its first checkpoint, and after
+        runs.die("variable", begin, former, partial(hit_in_step, step, signal.SIGKILL))
+        refused = runs.start("variable", begin, other)[0]
+        assert refused.code == REFUSED and "${oc.env:ESPALIER_LR}" in refused.said
+    assert "optimizer.lr=0.1" in refused.said
+    runs.finish("variable", begin, former)
+    assert "0.01" not in (runs.checkpoint("variable", STEPS) / "manifest.json").read_text()
 
 
 def test_a_changed_layout_is_shown(runs: Runs, copy: str) -> None:
@@ -94,11 +136,21 @@ def test_a_changed_layout_is_shown(runs: Runs, copy: str) -> None:
 def test_a_folder_that_holds_another_run(runs: Runs, copy: str, whole: str) -> None:
     refused = runs.start(copy, f"{DROPOUT} checkpoint.resume=never")[0]
     assert refused.code == REFUSED and f"name={copy}" in refused.said
-    for folder in (runs.folder(copy) / "checkpoints").glob("step-*"):
-        shutil.rmtree(folder)
-    refused = runs.start(copy, f"{DROPOUT} seed=4")[0]
+    runs.die("early", DROPOUT, partial(hit_in_step, 3, signal.SIGKILL))
+    refused = runs.start("early", f"{DROPOUT} seed=4")[0]
     assert refused.code == REFUSED and "holds another run" in refused.said and "delete" in refused.said
-    assert runs.records(copy) == runs.records(whole)
+    assert runs.records("early") == runs.records(whole)[:2]
+
+
+def test_checkpoints_that_are_not_found(runs: Runs, copy: str, whole: str, tmp_path: Path) -> None:
+    """Moved or lost, a run is not begun again, which would replace its metrics."""
+    moved = (runs.folder(copy) / "checkpoints").rename(tmp_path / "moved")
+    for elsewhere in ("", f" checkpoint.dir={tmp_path / 'wrong'}"):
+        refused = runs.start(copy, DROPOUT + elsewhere)[0]
+        assert refused.code == REFUSED and f"saved step {STEPS}" in refused.said and "checkpoint.dir=" in refused.said
+        assert runs.records(copy) == runs.records(whole)
+    runs.finish(copy, f"{DROPOUT} checkpoint.dir={moved}")
+    assert runs.traced(copy) == [] and runs.records(copy) == runs.records(whole)
 
 
 def test_resume_must(runs: Runs) -> None:
@@ -288,6 +340,13 @@ def test_eval_only_gives_the_numbers_of_the_run(runs: Runs, whole: str, ranks: i
     ]
     np.testing.assert_allclose([x["value"] for x in found], [x["value"] for x in expected], rtol=1e-5)
     assert not (runs.folder(name) / "checkpoints").exists() and not (runs.folder(name) / "metrics.jsonl").exists()
+
+
+def test_a_stopped_eval_only_says_nothing_of_a_run(runs: Runs, whole: str) -> None:
+    words = [*runs.words, "name=stopped-scores", "eval_only=true", f"checkpoint.load={runs.checkpoint(whole, 6)}"]
+    outcome = train_py(words, partial(hit_in_evaluation, 1, signal.SIGTERM))[0]
+    assert outcome.code == SAVED
+    assert not (runs.folder("stopped-scores") / "status.json").exists()
 
 
 def test_tensorboard_has_each_step_once(runs: Runs, whole: str) -> None:

@@ -220,7 +220,7 @@ def trace_steps(folder: Path, start: int) -> None:
         now = step + 1
         real_seed(seed, step, data_rank)
 
-    def call(self: Step, micro_batches: list[dict[str, Any]], predicted: int, lr: float) -> Any:
+    def call(self: Step, micro_batches: list[dict[str, Any]], predicted: int, lr: float, *more: Any) -> Any:
         rows = [
             hashlib.sha256(tokens.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()[:16]
             for part in micro_batches
@@ -231,7 +231,7 @@ def trace_steps(folder: Path, start: int) -> None:
         ]
         with open(path, "a") as file:
             file.write(json.dumps({"start": start, "step": now, "rows": rows, "lr": lr, "weights": weights}) + "\n")
-        return real_step(self, micro_batches, predicted, lr)
+        return real_step(self, micro_batches, predicted, lr, *more)
 
     put(loop, "seed_step", seed_step)
     put(Step, "__call__", call)

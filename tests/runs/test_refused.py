@@ -101,3 +101,16 @@ def test_two_runs_into_one_folder(runs: Runs) -> None:
     finally:
         folder.release()
     runs.finish("busy")
+
+
+def test_two_runs_into_one_folder_of_checkpoints(runs: Runs, tmp_path: Path) -> None:
+    """Their names are different; each would delete what the other saves."""
+    from training.folder import RunFolder
+
+    first = RunFolder(str(runs.out), "first", str(tmp_path / "shared"))
+    assert first.hold_checkpoints() == []
+    try:
+        outcome = runs.start("second", f"checkpoint.dir={tmp_path / 'shared'}")[0]
+        assert outcome.code == REFUSED and "checkpoint.dir=" in outcome.said and "another process" in outcome.said
+    finally:
+        first.release()

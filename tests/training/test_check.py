@@ -75,6 +75,14 @@ def test_the_default_is_right() -> None:
         ("evals__tasks", ["heldout", "heldout"], "evals.tasks=[heldout]"),
         ("parallel__tp", 2, "parallel.tp=1"),
         ("parallel__ep", 2, "parallel.ep=1"),
+        ("activations__mode", "budget", "compile=block or compile=model"),
+        ("activations__segments", 2, "activations=segments"),
+        ("activations__segments", 0, "activations.segments=1"),
+        ("activations__every_n", 3, "activations=every_n"),
+        ("activations__every_n", 0, "activations.every_n=1"),
+        ("activations__budget", 0.3, "activations=budget"),
+        ("activations__budget", 0.0, "activations.budget=0.5"),
+        ("activations__budget", 1.1, "activations.budget=0.5"),
         ("parallel__static_graph", True, "parallel=ddp"),
         ("parallel__reshard_after_forward", 2, "parallel=fsdp2"),
         ("precision__reduce_dtype", "tf32", "precision.reduce_dtype=fp32"),
@@ -164,6 +172,28 @@ def test_degrees(strategy: str, degrees: dict[str, int], world: World, key: str,
     assert instead in found[key].instead
 
 
+def test_each_mode_of_activations_has_its_keys() -> None:
+    modes: dict[str, dict[str, Any]] = {
+        "segments": {"activations__segments": 4},
+        "every_n": {"activations__every_n": 9},
+        "budget": {"activations__budget": 1.0, "compile__scope": "model"},
+    }
+    for mode, values in modes.items():
+        assert problems(activations__mode=mode, **values) == {}
+    found = problems(activations__mode="segments", activations__segments=5)  # of a model of 4 layers
+    assert found["activations.segments"].instead.startswith("activations.segments=4, or null")
+    found = problems(activations__mode="full", activations__segments=2, activations__every_n=3, activations__budget=1.0)
+    assert set(found) == {"activations.segments", "activations.every_n", "activations.budget"}
+
+
+def test_a_budget_needs_a_compiled_graph() -> None:
+    budget: dict[str, Any] = {"activations__mode": "budget"}
+    assert set(problems(**budget, compile__scope="none", hardware__device="cuda")) == {"activations.mode"}
+    assert set(problems(**budget, hardware__device="cpu")) == {"activations.mode"}
+    assert problems(**budget, hardware__device="cuda") == {}
+    assert problems(**budget, compile__scope="block") == {}
+
+
 def test_reshard_divides_the_shards() -> None:
     world = World(8, 8)
     assert problems(world, "fsdp2", parallel__dp_shard=-1, parallel__reshard_after_forward=4) == {}
@@ -187,7 +217,8 @@ def test_reshard_divides_the_shards() -> None:
         ),
         ({"sequence_length": 90}, "sequence_length", "equal parts", "sequence_length=88 or sequence_length=92"),
         ({"model__context": 130}, "model.context", "equal parts", "model.context=128 or model.context=132"),
-        ({"model__ffn_dim": 3}, "model.ffn_dim", "less than", "model.ffn_dim=4"),
+        ({"model__ffn_dim": 3}, "model.ffn_dim", "with nothing", "model.ffn_dim=4"),
+        ({"model__ffn_dim": 6}, "model.ffn_dim", "with nothing", "model.ffn_dim=4 or model.ffn_dim=8"),  # 2, 2, 2, 0
         ({"parallel__dp_shard": 4}, "parallel.dp_shard", "there are 2 ranks (times tp 4)", "parallel.dp_shard=2"),
         ({"parallel__async_tp": True, "hardware__device": "cpu"}, "parallel.async_tp", "GPU", "async_tp=false"),
         ({"parallel__async_tp": True, "compile__scope": "none"}, "parallel.async_tp", "compiler", "compile=block"),

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from models.schema import Changes
+from training.check import describe
 from training.config import Config, Resume, Shuffle, leaves
 from training.folder import RunFolder, as_typed, changes_by_key, claim, differences, refuse_changes
+from training.resolve import Chosen
+from training.status import State, Status
 
 
 def changed(**keys: Any) -> Config:
@@ -142,6 +144,23 @@ def test_claim(
             assert f"delete {folder.path}" in problem.instead
 
 
+def test_a_run_whose_checkpoints_are_not_found_is_not_started_anew(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path), "run", str(tmp_path / "elsewhere"))
+    folder.path.mkdir()
+    (folder.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    status = Status(folder.status_path, "python train.py")
+    status.step = 7
+    status.write(State.running)
+    assert claim(folder, changed(), SAVED, False).problems == []  # it has none yet
+    status.checkpoint = 5
+    status.write(State.running)
+    (problem,) = claim(folder, changed(), SAVED, False).problems
+    assert (problem.key, problem.value) == ("checkpoint.dir", tmp_path / "elsewhere")
+    assert "step 5" in problem.reason
+    assert "name=<another>" in problem.instead and f"delete {folder.path}" in problem.instead
+    assert claim(folder, changed(), SAVED, True).problems == []
+
+
 def test_claim_with_allowed_changes_shows_them(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "run")
     found = claim(folder, changed(checkpoint__allow_changes=["optimizer.lr"]), OTHER, True)
@@ -150,24 +169,37 @@ def test_claim_with_allowed_changes_shows_them(tmp_path: Path) -> None:
     assert "optimizer.lr: 0.5 -> 0.001 (math)" in [str(difference) for difference in found.changed]
 
 
-def test_saved_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_info(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "run")
-    assert folder.saved_config() is None
+    assert folder.saved_info() is None
     folder.path.mkdir()
-    config = OmegaConf.structured(changed(optimizer__eps=1e-12))
-    config.out = "${oc.env:MY_OUT}"
-    folder.config_path.write_text(OmegaConf.to_yaml(config))
-    monkeypatch.setenv("MY_OUT", "there")
-    saved = folder.saved_config()
+    config = changed(optimizer__eps=1e-12)
+    folder.config_path.write_text(describe(config))
+    saved = folder.saved_info()
     assert saved is not None
-    assert saved["out"] == "there"
-    assert differences(saved, changed(optimizer__eps=1e-12, out="there")) == []
+    assert differences(saved["config"], config) == []
+    assert saved["from_environment"] == {}
+    folder.config_path.write_text(describe(config, Chosen(unresolved={"out": "${oc.env:MY_OUT}"})))
+    folder.environment_path.write_text('{"from_environment": {"out": "salt:hash"}}')
+    saved = folder.saved_info()
+    assert saved is not None
+    assert saved["config"]["out"] == "${oc.env:MY_OUT}"
+    assert saved["from_environment"] == {"out": "salt:hash"}
+
+
+def test_a_value_of_the_environment_that_changed_is_refused() -> None:
+    found = differences(SAVED | {"optimizer.lr": "${oc.env:LR}"}, changed(optimizer__lr=0.1))
+    (problem,) = refuse_changes(found, [])
+    assert problem.key == "optimizer.lr" and problem.value == "0.1"
+    assert "another value of ${oc.env:LR}" in problem.reason
+    assert "checkpoint.allow_changes=[optimizer.lr]" in problem.instead
 
 
 HOLDER = """
 import sys, time
 from training.folder import RunFolder
-assert RunFolder(sys.argv[1], "run").hold() == []
+folder = RunFolder(sys.argv[1], "run", sys.argv[2])
+assert folder.hold() == folder.hold_checkpoints() == []
 print("held", flush=True)
 time.sleep(60)
 """
@@ -176,16 +208,23 @@ time.sleep(60)
 def test_a_folder_is_held_by_one_process_and_free_when_that_is_killed(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(tmp_path), str(tmp_path / "shared")],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     folder = RunFolder(str(tmp_path), "run")
-    (problem,) = folder.hold()
-    assert problem.key == "name"
-    assert f"process {holder.pid}" in problem.reason
+    other = RunFolder(str(tmp_path), "another", str(tmp_path / "shared"))
+    assert other.hold() == []
+    for key, (problem,) in {"name": folder.hold(), "checkpoint.dir": other.hold_checkpoints()}.items():
+        assert problem.key == key
+        assert f"process {holder.pid}" in problem.reason
     holder.kill()
     holder.communicate()
+    assert other.hold_checkpoints() == []
+    other.release()
     assert folder.hold() == []
     assert f"process {os.getpid()}" in (folder.path / ".lock").read_text()
     folder.release()
@@ -196,3 +235,5 @@ def test_a_folder_that_cannot_be_made_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (problem,) = RunFolder(str(tmp_path / "file"), "run").hold()
     assert problem.key == "out"
+    (problem,) = RunFolder(str(tmp_path), "run", str(tmp_path / "file" / "there")).hold_checkpoints()
+    assert problem.key == "checkpoint.dir" and problem.value == tmp_path / "file" / "there"

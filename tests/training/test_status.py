@@ -48,15 +48,17 @@ def test_status(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     assert read(path) is None
     status = Status(path, "python train.py")
-    status.write(State.running, 0)
+    status.write(State.running)
     assert json.loads(path.read_text()).items() >= {"state": "running", "step": 0, "exit_code": None}.items()
-    status.write(State.saved, 40, 75, "SIGTERM")
+    status.step, status.checkpoint = 40, 30
+    status.write(State.saved, 75, "SIGTERM")
     found = read(path)
     assert found is not None
     assert found.pop("time")
     assert found == {
         "state": "saved",
         "step": 40,
+        "checkpoint": 30,
         "exit_code": 75,
         "command": "python train.py",
         "message": "SIGTERM",
@@ -65,10 +67,12 @@ def test_status(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path) -> None:
-    status = Status(tmp_path / "status.json", "python train.py")
-    status.write(State.running, 7)
-    status.fail("rank 1: the disk is full")
-    status.fail("rank 0: the other rank is gone")
+    ranks = [Status(tmp_path / "status.json", "python train.py") for _ in range(2)]
+    ranks[0].write(State.running)
+    for status, step in zip(ranks, (9, 7), strict=True):
+        status.step = step  # the last each has done
+    ranks[1].fail("rank 1: the disk is full", 1)
+    ranks[0].fail("rank 0: the other rank is gone", 1)
     found = read(tmp_path / "status.json")
     assert found is not None
     assert (found["state"], found["step"], found["exit_code"]) == ("failed", 7, 1)

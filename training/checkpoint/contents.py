@@ -47,14 +47,16 @@ class Checkpoints:
         return self.config.every > 0 and step % self.config.every == 0
 
     def save(self, step: int, tokens: int, skipped_steps: int, kind: str) -> Saved:
-        """kind: scheduled | final | signal | test. Raises SaveFailed on every rank; older checkpoints are untouched
-        then."""
+        """kind: scheduled | final | signal. Raises SaveFailed on every rank; older checkpoints are untouched then."""
         every = self.config.permanent_every
-        permanent = kind == "final" or (kind != "test" and every > 0 and step % every == 0)
-        info = {"step": step, "tokens": tokens, "skipped_steps": skipped_steps, "kind": kind, "permanent": permanent}
-        saved = self.store.save(step, self.state(), info | self.about)
+        permanent = kind == "final" or (every > 0 and step % every == 0)
+        saved = self._write(step, tokens, skipped_steps, kind, permanent)
         self.store.prune(self.config.keep)
         return saved
+
+    def _write(self, step: int, tokens: int, skipped_steps: int, kind: str, permanent: bool) -> Saved:
+        info = {"step": step, "tokens": tokens, "skipped_steps": skipped_steps, "kind": kind, "permanent": permanent}
+        return self.store.save(step, self.state(), info | self.about)
 
     def restore(self, saved: Saved, parts: Load) -> None:
         if parts is Load.all:
@@ -65,9 +67,10 @@ class Checkpoints:
 
     def test_restore(self, step: int, tokens: int, skipped_steps: int) -> tuple[float, float]:
         """Saves to the real destination, reads it back, compares bit by bit and deletes it. Returns the seconds of
-        saving and of reading. Raises SaveFailed where a bit differs. A run that is killed meanwhile goes on from it."""
+        saving and of reading. Raises SaveFailed where a bit differs. A run that is killed meanwhile goes on from it, so
+        it is whole; it takes the place of no other, as it will be gone."""
         began = time.perf_counter()
-        saved = self.save(step, tokens, skipped_steps, "test")
+        saved = self._write(step, tokens, skipped_steps, "test", permanent=False)
         seconds = time.perf_counter() - began
         report = self.store.verify_restore(saved, self.state())
         self.store.remove(saved)

@@ -4,6 +4,7 @@ All ranks call every function here together. Rank 0 looks at the folder and tell
 listing of a file system that several hosts share.
 """
 
+import errno
 import json
 import logging
 from pathlib import Path
@@ -47,12 +48,13 @@ class Store:
 
         state: plain tensors (equal on all ranks) and DTensors, by name.
         info: JSON values; "permanent": true keeps the checkpoint from `prune`.
-        A complete checkpoint of this step is left as it is and returned, made permanent if `info` asks for it.
+        A complete checkpoint of this step and this run is left as it is and returned, made permanent if `info` asks for
+        it; one of another config is left as it is too, and fails the save.
         """
         json.dumps(info)  # a value that JSON lacks raises here, on every rank
         folder = folders.folder_of(self.folder, step)
         try:
-            there = self.ranks.first_does(lambda: _make_room(folder, info.get("permanent", False)))
+            there = self.ranks.first_does(lambda: _make_room(folder, info))
         except OSError as error:
             raise _save_failed(step, folder, error) from error
         if there is not None:
@@ -129,12 +131,15 @@ def find(path: str, ranks: Ranks) -> Saved:
     return found
 
 
-def _make_room(folder: Path, permanent: bool) -> Saved | None:
-    """The complete checkpoint that is there already; else an empty folder in the place of what may be there."""
+def _make_room(folder: Path, info: dict[str, Any]) -> Saved | None:
+    """The run's complete checkpoint that is there already; else an empty folder in the place of what may be there.
+    Raises FileExistsError where another run's is."""
     if folder.exists():
         try:
             there = folders.read(folder)
-            return folders.make_permanent(there) if permanent and not there.permanent else there
+            if there.info.get("config") != info.get("config"):
+                raise FileExistsError(errno.EEXIST, "another run has saved its checkpoint there", str(folder))
+            return folders.make_permanent(there) if info.get("permanent") and not there.permanent else there
         except Broken as fault:
             log.warning("%s is saved anew: %s", folder, fault)
             folders.remove(folder)

@@ -33,9 +33,9 @@ class Batch:
 
 
 class Batches:
-    """The batches of a run as a function of the step, so that a resume needs to know nothing but the step.
+    """The batches of a run as a function of the tokens consumed so far, so that a resume needs to know nothing else.
 
-    Row r of step s is sample s * batch_sequences + r of the order. The rank has batch_sequences / data_ranks rows, from
+    They are the next batch_sequences samples of the order. The rank has batch_sequences / data_ranks rows of them, from
     data_rank times as many on."""
 
     def __init__(
@@ -64,31 +64,32 @@ class Batches:
         """Time `iterate` has made its consumer wait."""
 
     def at(self, step: int) -> Batch:
-        """The batch of a step (from 0). Raises BatchFailed."""
-        return self._batch(step, self._read(step))
+        """The batch of a step (from 0) of a run that always had this batch size. Raises BatchFailed."""
+        return self._batch(step, self._read(step, step * self.batch_sequences))
 
-    def iterate(self, first_step: int) -> Generator[Batch, None, None]:
-        """The batches from a step on, without end. A thread reads ahead; it ends when the iterator is closed.
-
-        Raises BatchFailed."""
+    def iterate(self, first_step: int, tokens_consumed: int) -> Generator[Batch, None, None]:
+        """The batches from a step on, before which so many tokens were consumed, without end. They begin at a whole
+        sample. A thread reads ahead; it ends when the iterator is closed. Raises BatchFailed."""
         reader = ThreadPoolExecutor(1, "batches")
         ready: deque[Future[tuple[torch.Tensor, str]]] = deque()
-        step = first_step
+        step, sample = first_step, -(-tokens_consumed // self.order.sequence_length)
         try:
             while True:
                 while len(ready) <= self.prefetch:
-                    ready.append(reader.submit(self._read, step + len(ready)))
+                    ahead = len(ready)
+                    ready.append(reader.submit(self._read, step + ahead, sample + ahead * self.batch_sequences))
                 began = time.perf_counter()
                 rows = ready.popleft().result()
                 self.wait_seconds += time.perf_counter() - began
                 yield self._batch(step, rows)
-                step += 1
+                step, sample = step + 1, sample + self.batch_sequences
         finally:
             reader.shutdown(cancel_futures=True)
 
-    def _read(self, step: int) -> tuple[torch.Tensor, str]:
-        """This rank's rows, int64 [rows, sequence_length + 1] on the CPU (pinned for a GPU), and their digest."""
-        first = step * self.batch_sequences + self.first_row
+    def _read(self, step: int, sample: int) -> tuple[torch.Tensor, str]:
+        """This rank's rows of the step beginning at a sample, int64 [rows, sequence_length + 1] on the CPU, pinned for
+        a GPU, and their digest."""
+        first = sample + self.first_row
         try:
             samples = [self._sample(int(start)) for start in self.order.starts(np.arange(first, first + self.rows))]
         except Exception as error:

@@ -132,11 +132,13 @@ class ConsoleWriter:
         self._first = None
 
     def steps(self, records: list[Record]) -> None:
-        record = records[-1]
+        record, first = records[-1], self._first is None
         notes = step_notes(record)
         if record["step"] < self.total_steps:
             notes.insert(1, f"{duration(self._seconds_left(record))} left")
         self.console.progress("step", record["step"], self.total_steps, notes)
+        if first:
+            self.console.say(f"  memory at the peak after the first step: {records[0]['memory_bytes'] / 2**30:.2f} GiB")
 
     def _seconds_left(self, record: Record) -> float:
         """By the clock since the first report: saves and scores are in it, compilation before the first step is not."""
@@ -193,13 +195,15 @@ def scores_lines(records: Sequence[Record]) -> str:
     return "\n".join(f"step {step}  {task}: {'  '.join(values)}" for task, values in tasks.items())
 
 
-def table(header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first to the left and the others to the right, with a line under the header."""
+def table(header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Columns of text, the first `texts` to the left and the others to the right, with a line under the header."""
     widths = [max(map(len, column)) for column in zip(*header, *rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
-        first, *others = zip(row, widths, strict=True)
-        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()
+        cells = enumerate(zip(row, widths, strict=True))
+        return "  ".join(
+            cell.ljust(width) if place < texts else cell.rjust(width) for place, (cell, width) in cells
+        ).rstrip()
 
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
     return "\n".join([*map(line, header), rule, *map(line, rows)])

@@ -32,7 +32,8 @@ class Meters:
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device, speed: Speed, max_skipped: int) -> None:
         self.mesh, self.device, self.speed, self.max_skipped = mesh, device, speed, max_skipped
-        self.skipped = 0  # of the whole run, all its starts
+        self.tokens = 0  # consumed by the whole run, all its starts
+        self.skipped = 0  # the same for steps
         self.skipped_in_a_row = 0
         self.last_step_seconds = 0.0
         self.waiting: list[tuple[int, float, StepResult]] = []
@@ -67,6 +68,7 @@ class Meters:
 
     def _record(self, step: int, lr: float, row: list[float], seconds: float, waited: float) -> Record:
         loss_sum, predicted, grad_norm, skipped = row
+        self.tokens += self.speed.step_tokens
         self.skipped += int(skipped)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         tokens_per_second = self.speed.step_tokens / seconds
@@ -76,7 +78,7 @@ class Meters:
             "loss": loss_sum / max(predicted, 1.0),
             "grad_norm": grad_norm,
             "lr": lr,
-            "tokens": step * self.speed.step_tokens,
+            "tokens": self.tokens,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": per_device,
             "step_seconds": seconds,

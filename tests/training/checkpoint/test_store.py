@@ -63,6 +63,21 @@ def test_a_complete_one_is_not_written_again(tmp_path: Path) -> None:
     run_ranks(1, save_twice, tmp_path)
 
 
+def save_over_another_run(folder: Path) -> None:
+    store = Store(folder, Ranks.alone())
+    theirs = store.save(5, state("plain", 1, 1), {"config": {"name": "theirs"}})
+    with pytest.raises(SaveFailed, match="another run"):
+        store.save(5, state("plain", 1, 2), {"config": {"name": "ours"}, "permanent": True})
+    found = state("plain", 1)
+    store.load(theirs, found)
+    assert_holds(found, 1)
+    assert store.all() == [theirs]  # nor made permanent
+
+
+def test_another_runs_checkpoint_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    run_ranks(1, save_over_another_run, tmp_path)
+
+
 def prune(folder: Path) -> None:
     store = Store(folder, Ranks.alone())
     for step in [900, 1000, 1100, 9900, 10000]:

@@ -1,4 +1,4 @@
-"""Batches: a function of the step alone, the same for any number of ranks, made ready ahead by a thread that ends."""
+"""Batches: a function of the tokens consumed, the same for any number of ranks, made ready by a thread that ends."""
 
 import hashlib
 import threading
@@ -92,12 +92,28 @@ def test_from_any_step_on_it_is_the_same_run(tokens: Tokens, prefetch: int) -> N
     """Also over the end of an epoch, and whatever was read ahead."""
     whole = [batches(tokens).at(step) for step in range(15)]
     for first in (0, 4, 5, 11):
-        iterator = batches(tokens, prefetch=prefetch).iterate(first)
+        iterator = batches(tokens, prefetch=prefetch).iterate(first, first * 12 * 8)
         for expected in whole[first : first + 4]:
             batch = next(iterator)
             assert (batch.step, batch.digest) == (expected.step, expected.digest)
             assert rows(batch) == rows(expected)
         iterator.close()
+
+
+def test_another_batch_goes_on_where_the_tokens_end(tokens: Tokens) -> None:
+    """5 steps of 12 sequences of 8 tokens, then steps of 3; then sequences of 7, which begin at a whole one."""
+    order = Order(509, 8, 3)
+    iterator = Batches(tokens, order, 3, 1, 0, 1, CPU, 2).iterate(5, 5 * 12 * 8)
+    for step, sample in ((5, 60), (6, 63), (7, 66)):
+        batch = next(iterator)
+        starts = order.starts(np.arange(sample, sample + 3)).tolist()
+        assert batch.step == step and rows(batch) == [[(s + n) % 509 for n in range(8)] for s in starts]
+    iterator.close()
+    shorter = Order(509, 7, 3)
+    iterator = Batches(tokens, shorter, 2, 1, 0, 1, CPU, 0).iterate(5, 480)
+    starts = shorter.starts(np.arange(69, 71)).tolist()  # 480 / 7 = 68.6
+    assert rows(next(iterator)) == [[(s + n) % 509 for n in range(7)] for s in starts]
+    iterator.close()
 
 
 def test_the_digest_is_of_the_tokens(tokens: Tokens) -> None:
@@ -113,12 +129,12 @@ def reading_threads() -> list[threading.Thread]:
 
 
 def test_the_thread_ends_with_the_iterator(tokens: Tokens) -> None:
-    iterator = batches(tokens).iterate(0)
+    iterator = batches(tokens).iterate(0, 0)
     next(iterator)
     assert reading_threads()
     iterator.close()
     assert not reading_threads()
-    for _ in zip(range(3), batches(tokens).iterate(0), strict=False):
+    for _ in zip(range(3), batches(tokens).iterate(0, 0), strict=False):
         pass
     assert not reading_threads()
 
@@ -128,25 +144,25 @@ def test_an_error_names_step_and_file(tokens: Tokens) -> None:
     with open(path, "r+b") as file:
         file.seek(HEADER_BYTES)
         file.write((2000).to_bytes(2, "little"))
-    iterator = batches(tokens, shuffle=Shuffle.none).iterate(0)
+    iterator = batches(tokens, shuffle=Shuffle.none).iterate(0, 0)
     # The second shard begins with token 73, in the tenth sample of the first step.
     with pytest.raises(BatchFailed, match=r"step 0: .*train-00001\.tokens: token 0 is 2000"):
         next(iterator)
     assert not reading_threads()
     with pytest.raises(BatchFailed, match="step 6"):
-        list(zip(range(9), batches(tokens, shuffle=Shuffle.none).iterate(1), strict=False))
+        list(zip(range(9), batches(tokens, shuffle=Shuffle.none).iterate(1, 96), strict=False))
 
 
 def test_waiting_is_measured(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Batches._read
 
-    def slow(self: Batches, step: int):
+    def slow(self: Batches, step: int, sample: int):
         time.sleep(0.05)
-        return read(self, step)
+        return read(self, step, sample)
 
     monkeypatch.setattr(Batches, "_read", slow)
     waiting = batches(tokens)
-    iterator = waiting.iterate(0)
+    iterator = waiting.iterate(0, 0)
     for _ in range(3):
         next(iterator)
     assert waiting.wait_seconds >= 0.1

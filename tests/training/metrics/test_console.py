@@ -36,6 +36,7 @@ def test_without_a_terminal_lines_at_first_every_ten_seconds_and_at_the_end(
     assert [int(found) for found in re.findall(r"step (\d+)/100", out)] == [1, 35, 69, 100]
     assert "loss 10.000  0:20 left  41,213 tok/s  lr 9.8e-04  norm 1.25" in out.splitlines()[0]
     assert "\x1b" not in out
+    assert out.count("memory") == 1 and out.splitlines()[1] == "  memory at the peak after the first step: 1.00 GiB"
     log = (tmp_path / "run.log").read_text()
     assert [line[20:] for line in log.splitlines()] == out.splitlines()  # a date and a time before each
 
@@ -66,7 +67,7 @@ def test_mfu_and_skipped_steps_are_shown_where_there_are_any(capsys: pytest.Capt
     writer.start(1)
     writer.steps([step_record(1)])
     writer.steps([step_record(2, mfu=0.4321, skipped_steps=3, loss=float("nan"))])
-    first, last = capsys.readouterr().out.splitlines()
+    first, _, last = capsys.readouterr().out.splitlines()
     assert "MFU" not in first
     assert "skipped" not in first
     assert "loss nan" in last

@@ -1,0 +1,49 @@
+"""The parameters of a model by name and shape, for plans. No torch here."""
+
+from models.config import ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _linear(name: str, rows: int, columns: int, config: ModelConfig) -> Shapes:
+    bias: Shapes = {f"{name}.bias": (rows,)} if config.bias else {}
+    return {f"{name}.weight": (rows, columns)} | bias
+
+
+def _norm(name: str, config: ModelConfig) -> Shapes:
+    bias: Shapes = {f"{name}.bias": (config.dim,)} if config.bias else {}
+    return {f"{name}.weight": (config.dim,)} | bias
+
+
+def block_shapes(config: ModelConfig) -> Shapes:
+    """The parameters of one block, in the module's order, which is that of their use in forward."""
+    dim, ffn = config.dim, config.feedforward_dim
+    keys = config.key_value_heads * (dim // config.heads)
+    shapes = _norm("attention_norm", config)
+    for name, rows in [("qkv", dim + 2 * keys)] if config.fused_qkv else [("q", dim), ("k", keys), ("v", keys)]:
+        shapes |= _linear(f"attention.{name}", rows, dim, config)
+    shapes |= _linear("attention.out", dim, dim, config) | _norm("feedforward_norm", config)
+    return shapes | _linear("feedforward.up", ffn, dim, config) | _linear("feedforward.down", dim, ffn, config)
+
+
+def root_shapes(config: ModelConfig) -> Shapes:
+    """The parameters outside of the blocks, with the vocabulary's padding; a tied head is the embedding's."""
+    return _first_shapes(config) | _last_shapes(config)
+
+
+def _first_shapes(config: ModelConfig) -> Shapes:
+    rows = config.padded_vocab_size
+    return {"embed.tokens.weight": (rows, config.dim), "embed.positions.weight": (config.context, config.dim)}
+
+
+def _last_shapes(config: ModelConfig) -> Shapes:
+    head: Shapes = {} if config.tied_head else {"head.weight": (config.padded_vocab_size, config.dim)}
+    return _norm("norm", config) | head
+
+
+def parameter_shapes(config: ModelConfig) -> Shapes:
+    """Every parameter of the Decoder, a shared one once, in the order of named_parameters."""
+    shapes = _first_shapes(config)
+    for layer in range(config.layers):
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block_shapes(config).items()}
+    return shapes | _last_shapes(config)

@@ -1,0 +1,84 @@
+"""What forward keeps for backward: all, a part with the rest computed again, or all of it in CPU memory.
+
+No parameter changes its name: the forward of a block is replaced, or the decoder's Walk."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from models.decoder import Decoder, Stream, Walk
+from parallel.config import ActivationsConfig, Recompute
+from parallel.offload import OffloadedWalk
+from parallel.precision import on_same_copies
+from parallel.recomputation import recomputed_layers, segment_borders, settled
+
+_aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
+ATTENTION = [  # the fused kernels: output and log-sum-exp
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
+REDUCE_SCATTERS = [_collectives.reduce_scatter_tensor.default]  # tensor parallelism's: not communicated again
+PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default]
+
+
+def keep_activations(model: Decoder, config: ActivationsConfig, device: torch.device) -> None:
+    """Applies the mode in place, before anything is compiled."""
+    mode = settled(config, model.config)
+    options = {"preserve_rng_state": model.config.dropout > 0}
+    kept = ATTENTION + REDUCE_SCATTERS + (PRODUCTS if mode is Recompute.selective else [])
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+    layers = recomputed_layers(config, model.config)
+    for layer, block in model.blocks.items():
+        if int(layer) in layers:
+            block.forward = recomputed([block], block.forward, context_fn=contexts, **options)
+    if mode is Recompute.segments:
+        model.walk = SegmentedWalk(config, options)
+    if mode is Recompute.offload:
+        model.walk = OffloadedWalk(device)
+    set_budget(config.budget if mode is Recompute.budget else 1.0)
+
+
+def recomputed(blocks: Sequence[nn.Module], call: Callable[..., Stream], **options: Any) -> Callable[..., Stream]:
+    """`call`, which runs the blocks, so that backward runs it again on the same parameters and random numbers, but for
+    what `context_fn` keeps. options: those of torch.utils.checkpoint."""
+
+    def run(*stream: Tensor, **inputs: Any) -> Stream:
+        again = call if torch.compiler.is_compiling() else on_same_copies(blocks, call)
+        return checkpoint(again, *stream, use_reentrant=False, **options, **inputs)
+
+    return run
+
+
+class SegmentedWalk(Walk):
+    """Keeps the stream between segments of blocks only (Chen et al. 2016, Training Deep Nets with Sublinear Memory
+    Cost)."""
+
+    def __init__(self, config: ActivationsConfig, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        self.options = options
+
+    def forward(self, blocks: Sequence[nn.Module], stream: Stream, **inputs: Tensor | None) -> Stream:
+        for first, end in pairwise(segment_borders(self.config, len(blocks))):
+            segment = blocks[first:end]
+
+            def call(*stream: Tensor, segment: Sequence[nn.Module] = segment, **inputs: Tensor | None) -> Stream:
+                return Walk.forward(self, segment, stream, **inputs)
+
+            stream = recomputed(segment, call, **self.options)(*stream, **inputs)
+        return stream
+
+
+def set_budget(share: float) -> None:
+    """Of what a compiled graph would keep for backward, how much it may keep; for all graphs compiled from now on."""
+    # private, with no public counterpart; seen on torch 2.11 and 2.15
+    import torch._functorch.config as functorch
+
+    functorch.activation_memory_budget = share

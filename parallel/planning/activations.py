@@ -1,0 +1,88 @@
+"""What a micro-batch keeps for its backward pass, from a config alone. No torch here.
+
+As Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, 4.1) count it, adapted to
+fused attention, which keeps its output and a log-sum-exp a head in place of the square of scores, to grouped heads and
+to each dtype. All are bytes for one token on one of `tp` ranks."""
+
+from itertools import pairwise
+
+from models.config import Attention, ModelConfig
+from parallel.config import ActivationsConfig, Dtype, Recompute
+from parallel.planning.layout import BYTES
+from parallel.recomputation import recomputed_layers, segment_borders, settled
+
+
+def stream_bytes(model: ModelConfig, compute: Dtype, tp: int = 1) -> float:
+    """The stream between blocks: a rank has its share of the sequence."""
+    return model.dim * BYTES[compute] / tp
+
+
+def _attention_bytes(model: ModelConfig, compute: Dtype, tp: int) -> float:
+    """Attention's output and its log-sum-exp."""
+    return (model.dim * BYTES[compute] + model.heads * max(4, BYTES[compute])) / tp
+
+
+def _projected(model: ModelConfig) -> int:
+    """Width of queries, keys and values."""
+    return model.dim + 2 * model.key_value_heads * (model.dim // model.heads)
+
+
+def block_bytes(model: ModelConfig, compute: Dtype, tp: int = 1) -> float:
+    """A block of which nothing is computed again keeps the inputs of both norms with mean and deviation, those of
+    attention and of the feed-forward layer, queries, keys and values, attention's output, and the feed-forward layer
+    before and after GELU. The inputs of attention and of the feed-forward layer are whole on each tensor rank.
+
+    With dim h, as many heads of keys and feed-forward of 4h these are 16h values, 32h bytes in bf16: Korthikanti's 34h
+    without two masks of dropout."""
+    dim, width = model.dim, BYTES[compute]
+    copied = dim if model.fused_qkv and model.key_value_heads < model.heads else 0  # q out of its groups
+    shared = 2 * dim + 4 + _projected(model) + copied + 2 * model.feedforward_dim
+    masks = 2 * dim if model.dropout > 0 else 0  # a byte each
+    return (shared * width + masks) / tp + _attention_bytes(model, compute, tp) + 2 * dim * width
+
+
+def recomputed_block_bytes(model: ModelConfig, compute: Dtype, selective: bool, tp: int = 1) -> float:
+    """A block that is computed again keeps its input, what attention gave, and what was scattered over tp; where it is
+    selective also what every matrix product gave, which those before a scatter give whole."""
+    dim, width = model.dim, BYTES[compute]
+    kept = stream_bytes(model, compute, tp)
+    kept += _attention_bytes(model, compute, tp) if model.attention is not Attention.math else 0
+    kept += 2 * dim * width / tp if tp > 1 else 0
+    if selective:
+        kept += (_projected(model) + model.feedforward_dim) * width / tp + 2 * dim * width
+    return kept
+
+
+def head_bytes(model: ModelConfig, compute: Dtype, tp: int = 1) -> float:
+    """At the peak there are the last norm's input and output, and of the scores three copies in float32 or wider: the
+    scores, their exponentials and the gradient; with a soft-cap and a z-loss one more each."""
+    copies = 3 + (model.logit_softcap is not None) + (model.z_loss > 0)
+    scores = copies * model.padded_vocab_size * max(4, BYTES[compute])
+    return scores / tp + stream_bytes(model, compute, tp) + model.dim * BYTES[compute]
+
+
+def activation_bytes(model: ModelConfig, activations: ActivationsConfig, compute: Dtype, tp: int = 1) -> float:
+    """At the peak: what all blocks keep with the head's, or with what is computed again at once, if that is more."""
+    kept, again = kept_bytes(model, activations, compute, tp)
+    return kept + max(head_bytes(model, compute, tp), again)
+
+
+def kept_bytes(model: ModelConfig, activations: ActivationsConfig, compute: Dtype, tp: int = 1) -> tuple[float, float]:
+    """What all blocks keep, and the most that comes on top when some of it is computed again in backward."""
+    whole, stream = block_bytes(model, compute, tp), stream_bytes(model, compute, tp)
+    mode, layers = settled(activations, model), model.layers
+    kept, again = layers * whole, 0.0
+    if mode in (Recompute.full, Recompute.selective, Recompute.every_n):
+        count = len(recomputed_layers(activations, model))
+        part = recomputed_block_bytes(model, compute, mode is Recompute.selective, tp)
+        kept, again = count * part + (layers - count) * whole, max(whole - part, 0.0)
+    elif mode is Recompute.segments:
+        borders = segment_borders(activations, layers)
+        kept = (len(borders) - 1) * stream
+        again = max(end - first for first, end in pairwise(borders)) * whole
+    elif mode is Recompute.budget:
+        part = stream + activations.budget * (whole - stream)
+        kept, again = layers * part, whole - part
+    elif mode is Recompute.offload:
+        kept = min(layers, 2) * whole  # the one that runs, and its neighbour on the way
+    return kept, again

@@ -1,0 +1,73 @@
+"""What a rank has of each parameter, from the degrees alone. No torch here."""
+
+import math
+from dataclasses import replace
+
+from models.shapes import Shapes
+from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
+
+BYTES = {Dtype.fp32: 4, Dtype.tf32: 4, Dtype.bf16: 2, Dtype.fp64: 8}
+
+# The dimension along which parallel.tensor.ROWS cut the weight of each module; a bias is cut with its rows.
+TENSOR_CUTS = {"qkv": 0, "q": 0, "k": 0, "v": 0, "up": 0, "tokens": 0, "head": 0, "out": 1, "down": 1}
+
+
+def master_bytes(compute: Dtype) -> int:
+    """Of a value of the weights, their gradients and the optimizer's state."""
+    return 8 if compute is Dtype.fp64 else 4
+
+
+def tensor_cut(name: str) -> int | None:
+    """The dimension along which tensor parallelism cuts a parameter; None: it is whole on each rank."""
+    module, own_name = name.split(".")[-2:]
+    cut = TENSOR_CUTS.get(module)
+    return None if own_name == "bias" and cut == 1 else cut
+
+
+def is_partial(name: str) -> bool:
+    """Whether a parameter is whole on each tensor rank and used there on a share of the sequence only: norms and
+    positions. (The biases of out and down are added to what all ranks have.)"""
+    return name.split(".")[-2] not in TENSOR_CUTS
+
+
+def part(length: int, ranks: int, rank: int) -> int:
+    """Of `length` rows those of one rank, as torch.chunk and DTensor cut: ceil(length / ranks) each while there are
+    any."""
+    each = math.ceil(length / ranks)
+    return min(max(length - rank * each, 0), each)
+
+
+def tensor_shapes(shapes: Shapes, tp: int, rank: int = 0) -> Shapes:
+    """The parameters of one tensor rank before data parallelism cuts them further."""
+    found = {}
+    for name, shape in shapes.items():
+        cut = tensor_cut(name)
+        found[name] = tuple(part(n, tp, rank) if tp > 1 and place == cut else n for place, n in enumerate(shape))
+    return found
+
+
+def values(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def padded_shard(shapes: Shapes, shards: int) -> int:
+    """Values of a rank's shard as FSDP2 stores, gathers and reduces it: rows of dimension 0 are padded to a multiple of
+    the shards."""
+    return sum(math.ceil(shape[0] / shards) * math.prod(shape[1:]) for shape in shapes.values())
+
+
+def as_sharded(parallel: ParallelConfig) -> ParallelConfig:
+    """The keys of FSDP2 as parallel.data.Sharded takes them: where it stands in for ddp, copies stay whole in a
+    step."""
+    if parallel.strategy is not Strategy.ddp:
+        return parallel
+    return replace(parallel, reshard_after_forward=False, reshard_after_backward=False, reduce=Reduce.step)
+
+
+def reshards_to(parallel: ParallelConfig) -> int | None:
+    """Ranks among which a block's parameters lie between forward and backward; None: they stay whole. To FSDP2 a number
+    of 1 is false."""
+    wanted = parallel.reshard_after_forward
+    if wanted is True:
+        return parallel.dp_shard
+    return None if wanted is False or wanted == 1 else wanted

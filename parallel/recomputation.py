@@ -1,0 +1,62 @@
+"""Which blocks are computed again in backward, and what that costs. No torch here."""
+
+import math
+
+from models.config import Attention, ModelConfig
+from models.flops import block_flops_per_token, flops_per_token, parameters
+from parallel.config import ActivationsConfig, Recompute
+
+SELECTIVE_FROM = 1_000_000_000  # parameters
+
+
+def settled(config: ActivationsConfig, model: ModelConfig) -> Recompute:
+    """The mode that `auto` stands for."""
+    if config.mode is not Recompute.auto:
+        return config.mode
+    return Recompute.none if parameters(model) < SELECTIVE_FROM else Recompute.selective
+
+
+def recomputed_layers(config: ActivationsConfig, model: ModelConfig) -> range:
+    """The blocks that are computed again one by one."""
+    mode = settled(config, model)
+    if mode in (Recompute.full, Recompute.selective):
+        return range(model.layers)
+    return range(0, model.layers, config.every_n) if mode is Recompute.every_n else range(0)
+
+
+def segment_borders(config: ActivationsConfig, layers: int) -> list[int]:
+    """First block of each segment, and the number of blocks. Sizes differ by one at most."""
+    count = min(config.segments or round(math.sqrt(layers)), layers)
+    return [layers * place // count for place in range(count + 1)]
+
+
+def recomputed_flops_per_token(config: ActivationsConfig, model: ModelConfig, sequence_length: int) -> float | None:
+    """Operations of matrix products and attention that backward does again for one token, counted as in
+    `flops_per_token`; None where torch chooses (budget).
+
+    full, every_n: 2 per weight of the block, without its last matrix product, whose result no gradient needs (with
+    dropout it lies on the way to the mask); attention is kept, unless its kernel is `math`, which is no single
+    operation. segments: 2 per weight and 4 x dim x sequence_length for attention, without the last product of each.
+    selective and offload: none.
+    """
+    mode = settled(config, model)
+    if mode is Recompute.budget:
+        return None
+    products, attention, last = block_flops_per_token(model, sequence_length)
+    last = 0.0 if model.dropout > 0 else last
+    if mode is Recompute.segments:
+        return model.layers * (products + attention) - (len(segment_borders(config, model.layers)) - 1) * last
+    if mode is Recompute.selective:
+        return 0.0
+    again = products - last + (attention if model.attention is Attention.math else 0.0)
+    return len(recomputed_layers(config, model)) * again
+
+
+def told(config: ActivationsConfig, model: ModelConfig, sequence_length: int) -> str:
+    """What is kept and what it costs, in a few words."""
+    mode = settled(config, model)
+    again = recomputed_flops_per_token(config, model, sequence_length)
+    if again is None:
+        return f"{mode.name} {config.budget}"
+    share = again / flops_per_token(model, sequence_length)
+    return mode.name if again == 0 else f"{mode.name}, {share:.0%} more operations".replace("%", " %")

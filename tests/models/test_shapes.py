@@ -1,0 +1,29 @@
+"""The shapes that plans are made of are those of the model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.shapes import parameter_shapes
+
+SMALL = ModelConfig(layers=2, dim=24, heads=4, vocab_size=67, context=9)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        replace(SMALL, tied_head=False, bias=False, vocab_multiple=1),
+        replace(SMALL, kv_heads=2, ffn_dim=34),
+        replace(SMALL, kv_heads=1, fused_qkv=False),
+    ],
+    ids=str,
+)
+def test_every_parameter_in_the_models_order(config: ModelConfig) -> None:
+    with torch.device("meta"):
+        model = Decoder(config)
+    found = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    assert list(parameter_shapes(config).items()) == found

@@ -1,0 +1,140 @@
+"""The collectives of a step, counted, are those of the closed formulas: an extra one is a failing test."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.flops import parameters
+from parallel.config import Dtype
+from parallel.mesh import data_coordinate, start_process_group
+from parallel.planning.counter import CollectiveCounter, Key
+from parallel.planning.traffic import Batch, Traffic, traffic
+from tests.parity.cases import LENGTH, SEQUENCES, Case, Training, batches, config_of, slices
+from tests.parity.compare import CPU, build, mesh_of
+from tests.parity.layouts import MAIN, OPTIONS, TENSOR, layout
+from tests.ranks import run_ranks
+from training.config import Config
+from training.resolve import data_ranks
+from training.step import Step
+
+pytestmark = pytest.mark.torch211
+
+Counts = dict[Key, tuple[int, int]]  # number and bytes of whole buffers
+
+FEWER = [  # with one accumulation
+    *OPTIONS,
+    layout(4, "parallel=ddp parallel.bucket_cap_mb=0.03"),
+    layout(4, "parallel=zero1 parallel.reshard_after_forward=2"),
+    layout(4, "parallel=fsdp2 parallel.reshard_after_forward=1"),
+    layout(4, "parallel=hsdp parallel.reshard_after_forward=2 parallel.reshard_after_backward=false", 2),
+    layout(4, "parallel=hsdp parallel.reduce=micro_batch parallel.reshard_after_forward=false", 2),
+]
+TENSOR_LAYOUTS = [
+    *[of for of in TENSOR if of.ranks <= 4],
+    layout(4, "parallel=fsdp2_tp parallel.reduce=step"),
+    layout(2, "parallel=fsdp2 parallel.dp_shard=1 parallel.tp=2"),
+]
+RECOMPUTED = [
+    layout(2, f"parallel={spread} activations={mode}")
+    for spread in ("fsdp2", "tp", "fsdp2 parallel.dp_shard=1 parallel.tp=2")
+    for mode in ("full", "selective", "segments", "every_n")
+]
+LOW = [
+    layout(4, "parallel=ddp"),
+    layout(4, "parallel=fsdp2"),
+    layout(4, "parallel=hsdp", 2),
+    layout(2, "parallel=zero1"),
+]
+LOW_TENSOR = [layout(2, "parallel=tp"), layout(4, "parallel=ddp parallel.tp=2")]
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+    LOW_TENSOR.append(layout(4, "parallel=fsdp2_tp"))  # torch 2.11 sums over tp in the compute dtype
+
+
+def trained(tied: str, untied: str) -> dict[int, Training]:
+    """What is trained with each accumulation."""
+    return {1: Training(tied, "sgd", "fp64"), 3: Training(untied, "adamw", "fp32")}
+
+
+CASES = [
+    *[Case(of, n, model) for of in MAIN if of.ranks > 1 for n, model in trained("tied", "untied").items()],
+    *[Case(of, 3, Training("untied", "sgd", "fp32")) for of in FEWER],
+    *[Case(of, n, model) for of in TENSOR_LAYOUTS for n, model in trained("grouped heads", "untied for tp").items()],
+    *[Case(of, 3, Training("tied for tp", "sgd", "fp32")) for of in RECOMPUTED],
+    *[Case(of, 3, Training("untied", "sgd", "bf16")) for of in LOW],
+    *[Case(of, 3, Training("three matrices", "sgd", "bf16")) for of in LOW_TENSOR],
+]
+
+
+def configured(case: Case) -> Config:
+    config = config_of(case)
+    if case.layout in LOW and case.training.precision == "bf16":
+        config.precision.reduce_dtype = Dtype.bf16
+    return config
+
+
+def count(cases: list[tuple[Case, Config]]) -> list[tuple[Counts, int]]:
+    """On a rank: what each case's step is seen to do, and the rank's place along tp."""
+    start_process_group(CPU, timeout_seconds=60)
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    try:
+        return [count_step(config, mesh_of(config, meshes)) for _, config in cases]
+    finally:
+        dist.destroy_process_group()
+
+
+def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, int]:
+    assert mesh is not None and isinstance(config.micro_batch, int)
+    spread, watched = build(config, mesh)
+    step = Step(spread, mesh, watched.optimizer, config.optimizer.clip)
+    rank, ranks = data_coordinate(mesh)
+    micro_batches: list[dict[str, Any]] = [
+        {"tokens": micro.tokens, "labels": micro.labels}
+        for micro in slices(batches()[0], rank, ranks, config.micro_batch)
+    ]
+    for _ in range(2 if config.parallel.torch_ddp else 0):  # after the first DDP lays out its buckets anew
+        step(micro_batches, 1, 0.01)
+    with CollectiveCounter(mesh) as counter:
+        step(micro_batches, 1, 0.01)
+    return {key: (number, counter.buffer_bytes[key]) for key, number in counter.number.items()}, mesh.get_local_rank(
+        "tp"
+    )
+
+
+def formula(config: Config, tensor_rank: int = 0) -> list[Traffic]:
+    assert isinstance(config.micro_batch, int)
+    batch = Batch(config.micro_batch, SEQUENCES // data_ranks(config) // config.micro_batch, LENGTH)
+    precision = config.precision
+    dtypes = precision.dtype, precision.reduce_dtype
+    return traffic(config.model, config.parallel, *dtypes, batch, config.activations, tensor_rank)
+
+
+def summed(entries: list[Traffic]) -> Counts:
+    number: Counter[Key] = Counter()
+    size: Counter[Key] = Counter()
+    for entry in entries:
+        key = (entry.axis, entry.ranks, entry.collective.name)
+        number[key] += entry.number
+        size[key] += entry.buffer_bytes
+    return {key: (number[key], size[key]) for key in number}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_makes_the_collectives_of_the_formulas_and_no_other(ranks: int) -> None:
+    cases = [(case, configured(case)) for case in CASES if case.layout.ranks == ranks]
+    different = []
+    for of_rank in run_ranks(ranks, count, cases, timeout=200):
+        for (case, config), (counted, place) in zip(cases, of_rank, strict=True):
+            planned = summed(formula(config, place))
+            different += [f"{case}: counted {counted}, planned {planned}"] if counted != planned else []
+    assert not different, "\n".join(different)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ddp_sends_almost_twice_its_gradient(ranks: int) -> None:
+    config = config_of(Case(layout(ranks, "parallel=ddp"), 3, Training("tied", "sgd", "fp32")))
+    (gradients,) = (entry for entry in formula(config) if entry.what == "gradients")
+    assert gradients.sent_bytes == 2 * (ranks - 1) / ranks * 4 * parameters(config.model)

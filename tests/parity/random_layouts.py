@@ -1,0 +1,254 @@
+"""Random legal layouts of 1 to 8 ranks for random models of odd sizes, and random ways of making one illegal."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+
+from parallel.config import Dtype, ParallelConfig, Reduce, Scope, Strategy
+from training.check import accumulation, check
+from training.config import Config, OptimizerKind, leaves
+from training.refusal import Refusal
+from training.resolve import Chosen, World, data_ranks, resolve
+
+RANKS = 8  # at most
+
+
+@dataclass
+class Drawn:
+    """vocabulary: of the model; smaller than any tokenizer's, so it is not in the config that is checked."""
+
+    number: int
+    ranks: int
+    config: Config
+    vocabulary: int
+
+    @property
+    def world(self) -> World:
+        return World(self.ranks, self.ranks)
+
+    def __str__(self) -> str:
+        default = leaves(Config())
+        kept = (
+            "model.",
+            "parallel.",
+            "activations.",
+            "optimizer.",
+            "sequence_length",
+            "batch_sequences",
+            "micro_batch",
+        )
+        values = [
+            f"{name}={value}"
+            for name, value in leaves(self.config).items()
+            if value != default[name] and name.startswith(kept)
+        ]
+        return f"layout {self.number} on {self.ranks} ranks: {' '.join(values)} vocabulary={self.vocabulary}"
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def draw(random: Random, number: int) -> Drawn:
+    """A layout and a model that it can spread."""
+    ranks = random.randint(1, RANKS)
+    tp, times = random.choice(divisors(ranks)), random.randint(1, 3)
+    config = Config(steps=2, seed=random.randrange(1000))
+    config.hardware.device = "cpu"
+    config.precision.dtype, config.compile.scope = Dtype.fp64, Scope.none
+    config.optimizer.kind, config.optimizer.clip = random.choice(list(OptimizerKind)), random.choice([0.5, None])
+    draw_model(random, config, tp)
+    draw_parallel(random, config.parallel, tp, ranks // tp, times)
+    config.micro_batch = random.randint(1, 3)
+    config.batch_sequences = ranks // tp * times * config.micro_batch
+    rows = config.model.vocab_multiple
+    vocabulary = random.choice([size for size in range(11, 90) if enough(-(-size // rows) * rows, tp)])
+    return Drawn(number, ranks, config, vocabulary)
+
+
+def draw_model(random: Random, config: Config, tp: int) -> None:
+    """Heads and sequences are shared out evenly over tp; nothing else needs to divide."""
+    model = config.model
+    model.layers = random.randint(1, 3)
+    model.kv_heads = tp * random.randint(1, 2)
+    model.heads = model.kv_heads * random.randint(1, 3)
+    model.dim = model.heads * random.choice([3, 4, 5, 7])
+    model.ffn_dim = random.choice([size for size in range(5, 50) if enough(size, tp)])
+    config.sequence_length = tp * random.randint(1, max(1, 12 // tp))
+    model.context = config.sequence_length + tp * random.randint(0, 2)
+    model.vocab_multiple = random.choice([1, 3, 128])
+    model.bias, model.tied_head, model.fused_qkv = (random.random() < 0.5 for _ in range(3))
+    model.logit_softcap, model.z_loss = random.choice([None, 5.0]), random.choice([0.0, 0.01])
+
+
+def enough(size: int, tp: int) -> bool:
+    """Whether each rank has some of what is cut."""
+    return len(torch.arange(size).chunk(tp)) == tp
+
+
+def draw_parallel(random: Random, parallel: ParallelConfig, tp: int, there: int, times: int) -> None:
+    """there: ranks for data parallelism; times: micro-batches in a step."""
+    alone = [Strategy.single] if there == 1 else []
+    parallel.tp, parallel.strategy = tp, random.choice([Strategy.ddp, Strategy.fsdp2, Strategy.fsdp2, *alone])
+    if parallel.strategy is Strategy.ddp:
+        parallel.dp_replicate = there
+        parallel.reduce = random.choice([Reduce.auto, Reduce.step])
+    if parallel.torch_ddp:
+        parallel.bucket_cap_mb = random.choice([25.0, 0.01])
+        parallel.gradient_as_bucket_view = random.random() < 0.5
+        parallel.static_graph = times == 1 and random.random() < 0.5
+    if parallel.strategy is Strategy.fsdp2:
+        parallel.dp_shard = random.choice(divisors(there))
+        parallel.dp_replicate = there // parallel.dp_shard
+        parallel.reduce = random.choice(list(Reduce))
+        parallel.reshard_after_forward = random.choice([True, False, random.choice(divisors(parallel.dp_shard))])
+        parallel.reshard_after_backward = random.random() < 0.5
+        parallel.prefetch_forward, parallel.prefetch_backward = random.randint(0, 2), random.randint(0, 2)
+        parallel.cpu_offload = random.random() < 0.3
+
+
+def check_legal(drawn: Drawn) -> None:
+    """As train.py does; fills in what follows from other values."""
+    resolve(drawn.config, drawn.world, Chosen({"model": "drawn"}))
+    found = check(drawn.config, drawn.world)
+    assert not found, f"{drawn}: {Refusal(found)}"
+
+
+def legal(random: Random, number: int) -> Drawn:
+    drawn = draw(random, number)
+    check_legal(drawn)
+    return drawn
+
+
+# Each makes a legal layout illegal and returns the key that must be named; None where it does not apply.
+
+
+def width(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.model.dim += 1
+    return "model.heads" if drawn.config.model.heads > 1 else None
+
+
+def groups(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.model.kv_heads = drawn.config.model.heads + random.randint(1, 3)
+    return "model.kv_heads"
+
+
+def shared_heads(random: Random, drawn: Drawn) -> str | None:
+    model, tp = drawn.config.model, drawn.config.parallel.tp
+    model.heads = model.kv_heads = tp * random.randint(1, 3) + random.randint(1, max(tp - 1, 1))
+    model.dim = 4 * model.heads
+    return "parallel.tp" if tp > 1 else None
+
+
+def length(random: Random, drawn: Drawn) -> str | None:
+    tp = drawn.config.parallel.tp
+    drawn.config.model.context += tp
+    assert drawn.config.sequence_length is not None
+    drawn.config.sequence_length += random.randint(1, max(tp - 1, 1))
+    return "sequence_length" if tp > 1 else None
+
+
+def context(random: Random, drawn: Drawn) -> str | None:
+    tp = drawn.config.parallel.tp
+    drawn.config.model.context += random.randint(1, max(tp - 1, 1))
+    return "model.context" if tp > 1 else None
+
+
+def too_long(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.sequence_length = drawn.config.model.context + drawn.config.parallel.tp
+    return "sequence_length"
+
+
+def feedforward(random: Random, drawn: Drawn) -> str | None:
+    tp = drawn.config.parallel.tp
+    drawn.config.model.ffn_dim = random.choice([size for size in range(1, 50) if not enough(size, tp)] or [0])
+    return "model.ffn_dim"
+
+
+def batch(random: Random, drawn: Drawn) -> str | None:
+    config = drawn.config
+    assert isinstance(config.micro_batch, int) and config.batch_sequences is not None
+    step = data_ranks(config) * config.micro_batch
+    config.batch_sequences += random.randint(1, max(step - 1, 1))
+    return "batch_sequences" if step > 1 else None
+
+
+def micro_batch(random: Random, drawn: Drawn) -> str | None:
+    assert drawn.config.batch_sequences is not None
+    drawn.config.micro_batch = drawn.config.batch_sequences + 1
+    return "batch_sequences"
+
+
+def more_ranks(random: Random, drawn: Drawn) -> str | None:
+    drawn.ranks += random.randint(1, 3)
+    return "parallel"
+
+
+def another_axis(random: Random, drawn: Drawn) -> str | None:
+    axis = random.choice(["pp", "cp", "ep"])
+    setattr(drawn.config.parallel, axis, 2)
+    return f"parallel.{axis}"
+
+
+def reshard(random: Random, drawn: Drawn) -> str | None:
+    parallel = drawn.config.parallel
+    parallel.reshard_after_forward = parallel.dp_shard + random.randint(1, 3)
+    return "parallel.reshard_after_forward"  # also where there are no shards
+
+
+def shards_of_copies(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.parallel.dp_shard = 2
+    return "parallel.dp_shard" if drawn.config.parallel.strategy is not Strategy.fsdp2 else None
+
+
+def reduced_twice(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.parallel.reduce = Reduce.micro_batch
+    return "parallel.reduce" if drawn.config.parallel.strategy is Strategy.ddp else None
+
+
+def static_graph(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.parallel.static_graph = True
+    several = drawn.config.parallel.torch_ddp and accumulation(drawn.config, drawn.world) > 1
+    return "parallel.static_graph" if several or drawn.config.parallel.strategy is Strategy.fsdp2 else None
+
+
+def key_of_another_strategy(random: Random, drawn: Drawn) -> str | None:
+    parallel = drawn.config.parallel
+    keys: list[tuple[str, Any]] = [("prefetch_forward", 5), ("cpu_offload", True), ("reshard_after_backward", False)]
+    if parallel.strategy is Strategy.fsdp2:
+        keys = [("bucket_cap_mb", 1.0), ("gradient_as_bucket_view", False)]
+    name, value = random.choice(keys)
+    setattr(parallel, name, value)
+    return f"parallel.{name}"
+
+
+BREAKS: list[Callable[[Random, Drawn], str | None]] = [
+    width,
+    groups,
+    shared_heads,
+    length,
+    context,
+    too_long,
+    feedforward,
+    batch,
+    micro_batch,
+    more_ranks,
+    another_axis,
+    reshard,
+    shards_of_copies,
+    reduced_twice,
+    static_graph,
+    key_of_another_strategy,
+]
+
+
+def illegal(random: Random, number: int) -> tuple[Drawn, str]:
+    """A layout and the key, or the beginning of it, that must be named."""
+    while True:
+        drawn = legal(random, number)
+        key = random.choice(BREAKS)(random, drawn)
+        if key is not None:
+            return drawn, key
