@@ -14,6 +14,7 @@ from parallel.config import ParallelConfig
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")  # of the same ranks, as layers of experts see them
 DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these see different sequences
+LOSS_AXES = (*DATA_AXES, "pp")  # ranks along these have parts of the loss: along pp all but one have 0
 FIRST_STEP_PATIENCE = 3  # the first step compiles and connects: its collectives may wait this many times longer
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from parallel.config import Dtype, ParallelConfig, Reduce, Scope, Strategy
+from parallel.config import Dtype, ParallelConfig, Reduce, Schedule, Scope, Strategy
+from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
 from training.check import accumulation, check
 from training.config import Config, OptimizerKind, leaves
 from training.refusal import Refusal
@@ -55,15 +56,18 @@ def divisors(number: int) -> list[int]:
 def draw(random: Random, number: int) -> Drawn:
     """A layout and a model that it can spread."""
     ranks = random.randint(1, RANKS)
-    tp, times = random.choice(divisors(ranks)), random.randint(1, 3)
+    tp = random.choice(divisors(ranks))
+    pp = random.choice([1, random.choice(divisors(ranks // tp))])
+    there = ranks // tp // pp
     config = Config(steps=2, seed=random.randrange(1000))
     config.hardware.device = "cpu"
     config.precision.dtype, config.compile.scope = Dtype.fp64, Scope.none
     config.optimizer.kind, config.optimizer.clip = random.choice(list(OptimizerKind)), random.choice([0.5, None])
     draw_model(random, config, tp)
-    draw_parallel(random, config.parallel, tp, ranks // tp, times)
+    times = draw_pipeline(random, config, pp)
+    draw_parallel(random, config.parallel, tp, there, times)
     config.micro_batch = random.randint(1, 3)
-    config.batch_sequences = ranks // tp * times * config.micro_batch
+    config.batch_sequences = there * times * config.micro_batch
     rows = config.model.vocab_multiple
     vocabulary = random.choice([size for size in range(11, 90) if enough(-(-size // rows) * rows, tp)])
     return Drawn(number, ranks, config, vocabulary)
@@ -82,6 +86,22 @@ def draw_model(random: Random, config: Config, tp: int) -> None:
     model.vocab_multiple = random.choice([1, 3, 128])
     model.bias, model.tied_head, model.fused_qkv = (random.random() < 0.5 for _ in range(3))
     model.logit_softcap, model.z_loss = random.choice([None, 5.0]), random.choice([0.0, 0.01])
+
+
+def draw_pipeline(random: Random, config: Config, pp: int) -> int:
+    """Schedule and stages, and layers for them. Returns a number of micro-batches that it can take."""
+    parallel = config.parallel
+    parallel.pp = pp
+    if pp == 1:
+        return random.randint(1, 3)
+    parallel.schedule = random.choice(list(Schedule))
+    if parallel.schedule not in (*ONE_STAGE, *V_SHAPED):
+        parallel.stages_per_rank = random.choice([None, 2, 3])
+    number = pp * stages_per_rank(parallel)
+    config.model.layers = number + random.randint(0, 2)
+    if random.random() < 0.3:
+        parallel.stage_layers = [1] * (number - 1) + [config.model.layers - number + 1]
+    return random.choice([times for times in range(1, 2 * pp + 3) if runs(parallel, times)])
 
 
 def enough(size: int, tp: int) -> bool:
@@ -107,7 +127,10 @@ def draw_parallel(random: Random, parallel: ParallelConfig, tp: int, there: int,
         parallel.reshard_after_forward = random.choice([True, False, random.choice(divisors(parallel.dp_shard))])
         parallel.reshard_after_backward = random.random() < 0.5
         parallel.prefetch_forward, parallel.prefetch_backward = random.randint(0, 2), random.randint(0, 2)
-        parallel.cpu_offload = random.random() < 0.3
+        parallel.cpu_offload = parallel.pp == 1 and random.random() < 0.3
+        if parallel.pp > 1:
+            parallel.reduce = Reduce.auto
+            parallel.reshard_after_forward = parallel.schedule not in SPLIT and random.random() < 0.5
 
 
 def check_legal(drawn: Drawn) -> None:
@@ -188,9 +211,21 @@ def more_ranks(random: Random, drawn: Drawn) -> str | None:
 
 
 def another_axis(random: Random, drawn: Drawn) -> str | None:
-    axis = random.choice(["pp", "cp", "ep"])
+    axis = random.choice(["cp", "ep"])
     setattr(drawn.config.parallel, axis, 2)
     return f"parallel.{axis}"
+
+
+def too_few_layers(random: Random, drawn: Drawn) -> str | None:
+    parallel = drawn.config.parallel
+    drawn.config.model.layers = parallel.pp * stages_per_rank(parallel) - 1
+    return "parallel.pp" if parallel.pp > 1 else None
+
+
+def too_few_micro_batches(random: Random, drawn: Drawn) -> str | None:
+    assert isinstance(drawn.config.micro_batch, int)
+    drawn.config.batch_sequences = data_ranks(drawn.config) * drawn.config.micro_batch
+    return None if drawn.config.parallel.pp == 1 or runs(drawn.config.parallel, 1) else "micro_batch"
 
 
 def reshard(random: Random, drawn: Drawn) -> str | None:
@@ -237,6 +272,8 @@ BREAKS: list[Callable[[Random, Drawn], str | None]] = [
     micro_batch,
     more_ranks,
     another_axis,
+    too_few_layers,
+    too_few_micro_batches,
     reshard,
     shards_of_copies,
     reduced_twice,

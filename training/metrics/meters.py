@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.mesh import DATA_AXES, sum_over
+from parallel.mesh import LOSS_AXES, sum_over
 from training.memory import used_bytes
 from training.metrics.records import Record
 from training.metrics.throughput import mfu
@@ -53,7 +53,7 @@ class Meters:
             return []
         rows = [(result.loss_sum, result.predicted, result.grad_norm, result.skipped) for _, _, result in self.waiting]
         table = torch.stack([torch.stack([value.double() for value in row]) for row in rows])
-        table[:, 0] = sum_over(self.mesh, (*DATA_AXES, "pp"), table[:, 0].contiguous())
+        table[:, 0] = sum_over(self.mesh, LOSS_AXES, table[:, 0].contiguous())
         values = table.tolist()
         seconds = (time.perf_counter() - self.since) / len(values)
         self.last_step_seconds = seconds

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.config import Dtype, Scope
-from parallel.mesh import DATA_AXES, data_coordinate, start_process_group, sum_over
+from parallel.mesh import LOSS_AXES, data_coordinate, start_process_group, sum_over
 from tests.oracle import Batch
 from tests.parity.cases import slices
 from tests.parity.compare import CPU, WatchedStep, build, gather, mesh_of
@@ -54,14 +54,16 @@ def draw(random: Random, number: int, model: dict[str, Any]) -> Drawn:
     """A layout for one of the models, whose sizes no number of ranks but tp divides."""
     ranks = random.choice(RANKS)
     tp = random.choice([degree for degree in divisors(ranks) if degree in (1, 2, 4)])
-    there = ranks // tp
-    times = random.choice([number for number in divisors(SEQUENCES // there) if number <= 3])
+    pp = random.choice([degree for degree in divisors(ranks // tp) if degree in (1, 2)])
+    there = ranks // tp // pp
+    times = random.choice([number for number in divisors(SEQUENCES // there) if pp <= number <= 3])
     config = Config(steps=3, batch_sequences=SEQUENCES, sequence_length=LENGTH)
     config.hardware.device, config.compile.scope, config.precision.dtype = "cpu", Scope.none, Dtype.fp64
-    sizes = {"layers": 1, "dim": 24, "heads": 8, "kv_heads": 4, "ffn_dim": 35, "context": LENGTH}
+    sizes = {"layers": 3, "dim": 24, "heads": 8, "kv_heads": 4, "ffn_dim": 35, "context": LENGTH}
     for name, value in (sizes | model).items():
         setattr(config.model, name, value)
     config.micro_batch = SEQUENCES // there // times
+    config.parallel.pp = pp
     draw_parallel(random, config.parallel, tp, there, times)
     drawn = Drawn(number, ranks, config, VOCABULARY)
     check_legal(drawn)
@@ -82,7 +84,7 @@ def take(step: WatchedStep, config: Config, batch: Batch) -> float:
     mine = list(slices(batch, rank, ranks, config.micro_batch))
     count = sum(micro.labels.numel() for micro in mine)
     result = step([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], count, LR)
-    return float(sum_over(step.mesh, DATA_AXES, result.loss_sum) / result.predicted)
+    return float(sum_over(step.mesh, LOSS_AXES, result.loss_sum) / result.predicted)
 
 
 def save(folder: Path, drawn: Drawn, ranks: Ranks) -> Seen:
