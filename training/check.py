@@ -84,7 +84,19 @@ def check(config: Config, world: World) -> list[Problem]:
 
     With eval_only the model and its sequence length are not known yet: call check again once the checkpoint's are."""
     problems = list(_ranges(config))
-    rules = [_run, _parallel, _precision, _tokenizer, _data, _model, _schedule_units, _checkpoint, _evals, _metrics]
+    rules = [
+        _run,
+        _parallel,
+        _compile,
+        _precision,
+        _tokenizer,
+        _data,
+        _model,
+        _schedule_units,
+        _checkpoint,
+        _evals,
+        _metrics,
+    ]
     rules += [] if config.eval_only else [_length, _batch, _schedule]
     wrong = {problem.key for problem in problems}
     for rule in rules:
@@ -322,6 +334,17 @@ def _tensor(config: Config) -> Iterator[Problem]:
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
                 reason = "is a key of torch's DDP, which serves where parallel.tp is 1"
                 yield Problem(f"parallel.{name}", getattr(parallel, name), reason, "leave it out")
+
+
+def _compile(config: Config, world: World) -> Iterator[Problem]:
+    compile, parallel = config.compile, config.parallel
+    if compile.dynamic and compile.scope is Scope.none:
+        yield Problem("compile.dynamic", True, "nothing is compiled", "compile=block, or leave it out")
+    if compile.scope is Scope.model and parallel.strategy is Strategy.ddp and 0 < parallel.bucket_cap_mb < 1:
+        reason = "the compiler cuts the model's graph at DDP's buckets, of which the first has 1 MB"
+        yield Problem(
+            "parallel.bucket_cap_mb", parallel.bucket_cap_mb, reason, "parallel.bucket_cap_mb=1, or compile=block"
+        )
 
 
 def _model(config: Config, world: World) -> Iterator[Problem]:
