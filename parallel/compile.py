@@ -1,9 +1,14 @@
 """torch.compile per block or over the whole model. In place, so that no parameter changes its name."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
 from parallel.config import CompileConfig, Scope
+
+DEFAULT_GRAPHS = 8  # torch's own recompile_limit
 
 
 def compile_model(model: nn.Module, config: CompileConfig, device: torch.device) -> Scope:
@@ -15,7 +20,40 @@ def compile_model(model: nn.Module, config: CompileConfig, device: torch.device)
     if scope is Scope.block:
         assert isinstance(model.blocks, nn.ModuleDict)
         for block in model.blocks.values():
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, dynamic=config.dynamic)
     elif scope is Scope.model:
-        model.compile()
+        model.compile(dynamic=config.dynamic)
     return scope
+
+
+def as_written(scope: Scope) -> AbstractContextManager[None]:
+    """Within it a compiled model computes as if it were not: for a few passes of a shape not worth a graph."""
+    if scope is Scope.none:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def listen(started: Callable[[list[str]], None], ended: Callable[[], None]) -> None:
+    """Has each compilation from now on begin with `started`, given why no graph there is fits (nothing for the first),
+    and end with `ended`. Graphs and listeners that an earlier run left in this process are forgotten.
+
+    Dynamo's callbacks and reasons are private, with no public counterpart; seen on torch 2.11 and 2.15."""
+    torch.compiler.reset()
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+    from torch._dynamo.utils import guard_failures
+
+    def start(_: object) -> None:
+        reasons = [reason for of_code in guard_failures.values() for reason in of_code]
+        guard_failures.clear()
+        started(reasons)
+
+    guard_failures.clear()
+    on_compile_start(start)
+    on_compile_end(lambda _: ended())
+
+
+def allow_graphs(number: int) -> None:
+    """Lets so many graphs be made of the same code, beside those torch allows by default, above which a block that is
+    compiled whole is refused."""
+    config = torch.compiler.config
+    config.recompile_limit = max(config.recompile_limit, DEFAULT_GRAPHS + number)

@@ -146,6 +146,11 @@ class CompileConfig:
         "none | block (one graph for all blocks) | model | auto (block on a GPU, none on a CPU)",
         Changes.layout,
     )
+    dynamic: bool = key(
+        False,
+        "false: a graph for each shape, and the run keeps to few | true: one graph for all shapes",
+        Changes.layout,
+    )
 
 
 class Recompute(Enum):

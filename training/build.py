@@ -7,7 +7,7 @@ import torch
 
 from models.flops import flops_per_token, parameters
 from parallel.apply import Spread, parallelize
-from parallel.config import Dtype
+from parallel.config import Dtype, Scope
 from parallel.mesh import data_coordinate, random_coordinate
 from parallel.precision import settle
 from parallel.recomputation import told
@@ -26,6 +26,7 @@ from training.evaluation import Evaluation
 from training.files import write_json, write_text
 from training.loop import Run
 from training.metrics import writers
+from training.metrics.compilation import Compilations, Watched, expect, recompiles
 from training.metrics.environment import environment
 from training.metrics.meters import Meters, Speed
 from training.metrics.throughput import no_peak, peak_flops
@@ -71,7 +72,7 @@ def read_text(config: Config, place: Place) -> Text:
 
 
 def spread_model(config: Config, place: Place, dtype: Dtype) -> Spread:
-    return parallelize(
+    spread = parallelize(
         config.model,
         place.mesh,
         config.parallel,
@@ -82,6 +83,20 @@ def spread_model(config: Config, place: Place, dtype: Dtype) -> Spread:
         config.seed,
         place.device,
     )
+    if spread.compiled is Scope.none:
+        return spread
+    return Watched(**vars(spread), compilations=Compilations(place.console.say, place.console.warn))
+
+
+def build_suite(config: Config, place: Place, text: Text, spread: Spread) -> Suite:
+    """The suite; of a compiled model in as few shapes as compile.dynamic says, in widths that tensor parallelism can
+    cut."""
+    assert config.sequence_length is not None
+    one_shape = spread.compiled is not Scope.none and not config.compile.dynamic
+    suite = Suite(config.evals, text.prepared, text.tokenizer, config.sequence_length, one_shape, config.parallel.tp)
+    for shape in suite.shapes(data_coordinate(place.mesh)[1]):
+        expect(spread, "evaluation batches", shape, gradients=False)
+    return suite
 
 
 def check_same_text(place: Place, text: Text) -> None:
@@ -100,9 +115,11 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     spread = spread_model(config, place, dtype)
     step = Step(spread, place.mesh, build_optimizer(config.optimizer, spread.model), config.optimizer.clip)
     speed = speed_of(config, place, dtype, config.batch_sequences * config.sequence_length)
-    suite = Suite(config.evals, text.prepared, text.tokenizer, config.sequence_length)
+    suite = build_suite(config, place, text, spread)
     if config.micro_batch == "auto":
         config.micro_batch = fit_micro_batch(config, place, step)
+    assert isinstance(config.micro_batch, int)
+    expect(spread, "micro-batches", (config.micro_batch, config.sequence_length), gradients=True)
     about = describe_run(config, chosen, place, text)
     if place.rank == 0:
         write_text(place.folder.config_path, describe(config, chosen))
@@ -117,7 +134,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         batches=build_batches(config, place, text),
         step=step,
         schedule=Schedule(config.schedule, config.optimizer.lr, config.steps, speed.step_tokens),
-        meters=Meters(place.mesh, place.device, speed, config.optimizer.max_skipped),
+        meters=Meters(place.mesh, place.device, speed, config.optimizer.max_skipped, lambda: recompiles(spread)),
         writers=build_writers(config, place, about["config"]),
         checkpoints=Checkpoints(
             Store(place.folder.checkpoints, place.ranks), config.checkpoint, spread, step.optimizer, about
@@ -136,7 +153,8 @@ def fit_micro_batch(config: Config, place: Place, step: Step) -> int:
 
     def probe(count: int) -> None:
         tokens = torch.zeros(count, length, dtype=torch.long, device=place.device)
-        step.backward([{"tokens": tokens, "labels": tokens}], tokens.numel())
+        expect(step.spread, "trial micro-batches", (count, length), gradients=True)
+        step.backward([{"tokens": tokens, "labels": tokens.clone()}], tokens.numel())
         step.optimizer.zero_grad()
 
     found = memory.largest_micro_batch(probe, sequences, place.device, place.world.ranks_per_host, place.ranks)

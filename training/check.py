@@ -88,7 +88,19 @@ def check(config: Config, world: World) -> list[Problem]:
 
     With eval_only the model and its sequence length are not known yet: call check again once the checkpoint's are."""
     problems = list(_ranges(config))
-    rules = [_run, _parallel, _precision, _tokenizer, _data, _model, _schedule_units, _checkpoint, _evals, _metrics]
+    rules = [
+        _run,
+        _parallel,
+        _compile,
+        _precision,
+        _tokenizer,
+        _data,
+        _model,
+        _schedule_units,
+        _checkpoint,
+        _evals,
+        _metrics,
+    ]
     rules += [] if config.eval_only else [_length, _batch, _schedule, _activations]
     wrong = {problem.key for problem in problems}
     for rule in rules:
@@ -422,6 +434,17 @@ def _enough(size: int, ranks: int) -> bool:
     """Whether every rank has some, where all but the last ones have as much as the first. Sizes below 1 are told by
     another rule."""
     return size < 1 or -(-size // ranks) * (ranks - 1) < size
+
+
+def _compile(config: Config, world: World) -> Iterator[Problem]:
+    compile, parallel = config.compile, config.parallel
+    if compile.dynamic and compile.scope is Scope.none:
+        yield Problem("compile.dynamic", True, "nothing is compiled", "compile=block, or leave it out")
+    if compile.scope is Scope.model and parallel.strategy is Strategy.ddp and 0 < parallel.bucket_cap_mb < 1:
+        reason = "the compiler cuts the model's graph at DDP's buckets, of which the first has 1 MB"
+        yield Problem(
+            "parallel.bucket_cap_mb", parallel.bucket_cap_mb, reason, "parallel.bucket_cap_mb=1, or compile=block"
+        )
 
 
 def _model(config: Config, world: World) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from models.derive import derive
 from parallel.apply import Spread
+from parallel.compile import as_written
 from training.config import Config
 from training.data.prepare import Prepared
 from training.evals.baselines import baselines
@@ -31,7 +32,9 @@ def sample(config: Config, spread: Spread, tokenizer: Tokenizer, device: torch.d
 
     spread.model.eval()
     seed = derive(config.seed, "sample")
-    ids = generate(logits, prompt, config.metrics.sample_tokens, config.model.context, TEMPERATURE, seed, device)
+    with as_written(spread.compiled):  # each width would be a graph for a few tokens
+        count, context, parts = config.metrics.sample_tokens, config.model.context, config.parallel.tp
+        ids = generate(logits, prompt, count, context, TEMPERATURE, seed, device, parts)
     spread.model.train()
     if tokenizer.end_of_text in ids:
         ids = ids[: ids.index(tokenizer.end_of_text)]

@@ -10,14 +10,13 @@ from parallel.precision import settle
 from parallel.replicas import ReplicasDiffer
 from training import finish
 from training.adopt import adopt, load_problems
-from training.build import Text, assemble, check_same_text, read_text, spread_model
+from training.build import Text, assemble, build_suite, check_same_text, read_text, spread_model
 from training.check import check
 from training.checkpoint.contents import is_scored, load_model
 from training.checkpoint.folders import Saved
 from training.checkpoint.store import SaveFailed, Store, find
 from training.config import Config, Load
 from training.data.batches import BatchFailed
-from training.evals.suite import Suite
 from training.evaluation import Evaluation
 from training.faults import Stopped
 from training.folder import RunFolder, claim
@@ -231,9 +230,8 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
         place.console.warn(f"the held-out text is not the one {saved.folder} was scored on before")
     claim_scores(chosen, place, saved)
     connect(config, place)
-    assert config.sequence_length is not None
     spread = spread_model(config, place, settle(config.precision, place.device))
-    suite = Suite(config.evals, text.prepared, text.tokenizer, config.sequence_length)
+    suite = build_suite(config, place, text, spread)
     load_model(Store(saved.folder.parent, place.ranks), saved, spread)
     place.console.say(f"scoring {saved.folder}")
     found = Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check).score(saved.step)

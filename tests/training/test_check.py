@@ -194,6 +194,20 @@ def test_a_budget_needs_a_compiled_graph() -> None:
     assert problems(**budget, compile__scope="block") == {}
 
 
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"compile__scope": "none", "compile__dynamic": True}, "compile.dynamic"),
+        ({"compile__scope": "model", "parallel__bucket_cap_mb": 0.5}, "parallel.bucket_cap_mb"),
+        ({"compile__scope": "model", "parallel__bucket_cap_mb": 1.0}, None),
+        ({"compile__scope": "block", "parallel__bucket_cap_mb": 0.5, "compile__dynamic": True}, None),
+    ],
+)
+def test_compile(values: dict[str, Any], key: str | None) -> None:
+    found = problems(World(2, 2), "ddp", parallel__dp_replicate=2, **values)
+    assert set(found) == ({key} if key else set())
+
+
 def test_reshard_divides_the_shards() -> None:
     world = World(8, 8)
     assert problems(world, "fsdp2", parallel__dp_shard=-1, parallel__reshard_after_forward=4) == {}

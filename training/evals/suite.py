@@ -15,9 +15,20 @@ from training.tokenizers import Tokenizer
 class Suite:
     """Built once; the same items in the same order for the whole run, whatever the seed and the layout."""
 
-    def __init__(self, config: EvalsConfig, prepared: Prepared, tokenizer: Tokenizer, sequence_length: int) -> None:
-        """`notes` says in words what could not be built as asked."""
+    def __init__(
+        self,
+        config: EvalsConfig,
+        prepared: Prepared,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        one_shape: bool = False,
+        width_multiple: int = 1,
+    ) -> None:
+        """`one_shape`: all tasks are scored in batches of the same shape. `width_multiple`: of the width of a batch, a
+        divisor of sequence_length. `notes` says in words what could not be built as asked."""
         self.batch_sequences = config.batch_sequences
+        self.one_shape = one_shape
+        self.width_multiple = width_multiple
         self.tasks: list[Task] = []
         self.notes: list[str] = []
         text = prepared.heldout
@@ -38,6 +49,19 @@ class Suite:
         if task.rows.count > 0:
             self.tasks.append(task)
 
+    def shapes(self, data_ranks: int) -> list[tuple[int, int]]:
+        """[batch, width] in which a rank scores each task. The common shape is as wide as the widest task and has the
+        batch of the task with the fewest rows, so that it needs no more memory than a task by itself."""
+        multiple = self.width_multiple
+        own = [
+            (min(self.batch_sequences, -(-rows.count // data_ranks)), -(-rows.width // multiple) * multiple)
+            for rows in (task.rows for task in self.tasks)
+        ]
+        if not self.one_shape or not own:
+            return own
+        batches, widths = zip(*own, strict=True)
+        return [(min(batches), max(widths))] * len(own)
+
     def score(
         self, forward: Forward, ranks: Ranks, data_rank: int, data_ranks: int, device: torch.device | str
     ) -> list[Score]:
@@ -47,7 +71,7 @@ class Suite:
         random numbers are drawn.
         """
         scores = []
-        for task in self.tasks:
-            nats = row_nats(forward, task.rows, self.batch_sequences, ranks, data_rank, data_ranks, device)
+        for task, shape in zip(self.tasks, self.shapes(data_ranks), strict=True):
+            nats = row_nats(forward, task.rows, shape, ranks, data_rank, data_ranks, device)
             scores += task.scores(nats)
         return scores

@@ -1,6 +1,7 @@
 """The numbers of each step, kept on the device until they are read together."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +31,16 @@ class Speed:
 class Meters:
     """Collects steps and makes their records. Every rank has them; reading is a collective."""
 
-    def __init__(self, mesh: DeviceMesh | None, device: torch.device, speed: Speed, max_skipped: int) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        speed: Speed,
+        max_skipped: int,
+        recompiles: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.mesh, self.device, self.speed, self.max_skipped = mesh, device, speed, max_skipped
+        self.recompiles = recompiles  # of this start so far
         self.tokens = 0  # consumed by the whole run, all its starts
         self.skipped = 0  # the same for steps
         self.skipped_in_a_row = 0
@@ -58,8 +67,9 @@ class Meters:
         seconds = (time.perf_counter() - self.since) / len(values)
         self.last_step_seconds = seconds
         waited = (data_wait_seconds - self.waited_before) / len(values)
+        recompiles = self.recompiles()
         records = [
-            self._record(step, lr, row, seconds, waited)
+            self._record(step, lr, row, seconds, waited) | {"recompiles": recompiles}
             for (step, lr, _), row in zip(self.waiting, values, strict=True)
         ]
         self.waiting.clear()

@@ -19,7 +19,7 @@ TEXTS = [words(f"document {i}", 150 + 10 * i) for i in range(6)]
 
 
 def accuracy(task: Continuation, model: object = forward) -> float:
-    nats = row_nats(model, task.rows, 8, Ranks.alone(), 0, 1, "cpu")  # type: ignore[arg-type]
+    nats = row_nats(model, task.rows, (8, task.rows.width), Ranks.alone(), 0, 1, "cpu")  # type: ignore[arg-type]
     (score,) = task.scores(nats)
     assert score.n == len(task.items)
     return score.value

@@ -21,7 +21,7 @@ EOT = Bytes.end_of_text
 
 def score(texts: list[str], most_tokens: int, length: int, batch: int = 4, model: Any = forward) -> dict[str, Score]:
     task = Heldout(tokens_of(texts, Bytes()), most_tokens, EOT, length)
-    nats = row_nats(model, task.rows, batch, Ranks.alone(), 0, 1, "cpu")
+    nats = row_nats(model, task.rows, (batch, task.rows.width), Ranks.alone(), 0, 1, "cpu")
     return {score.metric: score for score in task.scores(nats)}
 
 

@@ -36,6 +36,17 @@ def test_few_shapes_and_never_more_than_the_context() -> None:
     assert sorted(set(widths)) == [64, 128, 150]
 
 
+def test_widths_that_divide_into_parts() -> None:
+    widths = []
+
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        widths.append(tokens.shape[1])
+        return next_is_sum(tokens)
+
+    generate(model, [0], 400, 387, 0.0, seed=0, parts=3)
+    assert sorted(set(widths)) == [192, 384, 387]
+
+
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, [0.5, 0.25, 0.25]), (2.0, [0.4142, 0.2929, 0.2929])])
 def test_draws_from_the_softmax(temperature: float, expected: list[float]) -> None:
     """sqrt(2) : 1 : 1 at temperature 2. 3000 draws: 4 standard deviations are 0.037."""

@@ -30,9 +30,9 @@ def prepared(heldout: list[str], train: list[str]) -> Any:
     return SimpleNamespace(train=tokens_of(train, tokenizer), heldout=tokens_of(heldout, tokenizer))
 
 
-def suite(texts: list[str], **keys: Any) -> Suite:
+def suite(texts: list[str], length: int = 32, one_shape: bool = False, **keys: Any) -> Suite:
     config = EvalsConfig(**{"heldout_tokens": 1500, "continuation_items": 9, "batch_sequences": 5} | keys)
-    return Suite(config, prepared(texts, []), Bytes(), 32)
+    return Suite(config, prepared(texts, []), Bytes(), length, one_shape)
 
 
 Case = tuple[list[str], dict[str, Any]]
@@ -80,10 +80,23 @@ def test_same_scores_on_any_number_of_ranks(count: int, data_ranks: int) -> None
             assert shapes == every[0][case][1]
 
 
+@pytest.mark.parametrize(("count", "data_ranks"), [(1, 1), (4, 2)])
+def test_one_shape_for_all_tasks_gives_the_same_scores(count: int, data_ranks: int) -> None:
+    """A narrow task, whose rows are padded, with a wide one that has few rows."""
+    keys: dict[str, Any] = {"heldout_tokens": 1500, "batch_sequences": 100}
+    apart = suite(TEXTS, length=500, **keys)
+    assert apart.shapes(1) == [(3, 500), (36, 319)] and apart.shapes(2) == [(2, 500), (18, 319)]
+    expected = apart.score(forward, Ranks.alone(), 0, 1, "cpu")
+    case = (TEXTS, {"length": 500, "one_shape": True, **keys})
+    for scores, shapes in run_ranks(count, score_on_rank, [case], data_ranks, group=True)[0]:
+        assert scores == expected
+        assert set(shapes) == {(4 - data_ranks, 500)}
+
+
 def test_row_order_is_the_order_of_the_text() -> None:
     """Rows have different losses, and each comes back at its place."""
     built = suite(TEXTS, batch_sequences=3).tasks[0]
-    nats = row_nats(forward, built.rows, 3, Ranks.alone(), 0, 1, "cpu")
+    nats = row_nats(forward, built.rows, (3, built.rows.width), Ranks.alone(), 0, 1, "cpu")
     tokens, labels = built.rows.make(0, built.rows.count)
     expected = forward(torch.from_numpy(tokens), torch.from_numpy(labels)).double().sum(1).numpy()
     assert len(set(expected)) > 30

@@ -17,6 +17,7 @@ def step_record(step: int, **others: object) -> Record:
         "mfu": None,
         "memory_bytes": 2**30,
         "skipped_steps": 0,
+        "recompiles": 0,
     }
     return values | others
 
