@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parallel.config import Dtype, ParallelConfig, Reduce, Scope, Strategy
+from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Reduce, Scope, Strategy
 from training.check import accumulation, check
 from training.config import Config, OptimizerKind, leaves
 from training.refusal import Refusal
@@ -30,21 +30,10 @@ class Drawn:
         return World(self.ranks, self.ranks)
 
     def __str__(self) -> str:
-        default = leaves(Config())
-        kept = (
-            "model.",
-            "parallel.",
-            "activations.",
-            "optimizer.",
-            "sequence_length",
-            "batch_sequences",
-            "micro_batch",
-        )
-        values = [
-            f"{name}={value}"
-            for name, value in leaves(self.config).items()
-            if value != default[name] and name.startswith(kept)
-        ]
+        default, sections = leaves(Config()), ("model", "parallel", "activations", "optimizer")
+        told = (*sections, "sequence_length", "batch_sequences", "micro_batch")
+        chosen = {name: value for name, value in leaves(self.config).items() if value != default[name]}
+        values = [f"{name}={value}" for name, value in chosen.items() if name.startswith(told)]
         return f"layout {self.number} on {self.ranks} ranks: {' '.join(values)} vocabulary={self.vocabulary}"
 
 
@@ -62,6 +51,7 @@ def draw(random: Random, number: int) -> Drawn:
     config.optimizer.kind, config.optimizer.clip = random.choice(list(OptimizerKind)), random.choice([0.5, None])
     draw_model(random, config, tp)
     draw_parallel(random, config.parallel, tp, ranks // tp, times)
+    draw_activations(random, config.activations, config.model.layers)
     config.micro_batch = random.randint(1, 3)
     config.batch_sequences = ranks // tp * times * config.micro_batch
     rows = config.model.vocab_multiple
@@ -108,6 +98,15 @@ def draw_parallel(random: Random, parallel: ParallelConfig, tp: int, there: int,
         parallel.reshard_after_backward = random.random() < 0.5
         parallel.prefetch_forward, parallel.prefetch_backward = random.randint(0, 2), random.randint(0, 2)
         parallel.cpu_offload = random.random() < 0.3
+
+
+def draw_activations(random: Random, activations: ActivationsConfig, layers: int) -> None:
+    """Every mode but torch's budget, which needs a compiled graph."""
+    activations.mode = random.choice([mode for mode in Recompute if mode is not Recompute.budget])
+    if activations.mode is Recompute.segments:
+        activations.segments = random.choice([None, random.randint(1, layers)])
+    if activations.mode is Recompute.every_n:
+        activations.every_n = random.randint(1, layers + 1)
 
 
 def check_legal(drawn: Drawn) -> None:
@@ -225,6 +224,23 @@ def key_of_another_strategy(random: Random, drawn: Drawn) -> str | None:
     return f"parallel.{name}"
 
 
+def segments(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.activations.mode = Recompute.segments
+    drawn.config.activations.segments = drawn.config.model.layers + random.randint(1, 3)
+    return "activations.segments"
+
+
+def budget(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.activations.mode = Recompute.budget
+    return "activations.mode"
+
+
+def key_of_another_mode(random: Random, drawn: Drawn) -> str | None:
+    activations = drawn.config.activations
+    activations.mode, activations.every_n = random.choice([Recompute.none, Recompute.full, Recompute.offload]), 7
+    return "activations.every_n"
+
+
 BREAKS: list[Callable[[Random, Drawn], str | None]] = [
     width,
     groups,
@@ -242,6 +258,9 @@ BREAKS: list[Callable[[Random, Drawn], str | None]] = [
     reduced_twice,
     static_graph,
     key_of_another_strategy,
+    segments,
+    budget,
+    key_of_another_mode,
 ]
 
 
