@@ -1,7 +1,7 @@
 """A plain model and a mesh to the same model spread over the mesh: the order of all axes, on one screen."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from parallel.compile import compile_model
 from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy
 from parallel.data import DataParallel, Replicated, Sharded, Single
 from parallel.materialize import materialize
+from parallel.planning.stages import SPLIT
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
 from parallel.replicas import check_replicas
 
@@ -65,6 +66,8 @@ def parallelize(
 
         assert mesh is not None
         held = stages_here(model, parallel, mesh)
+        if parallel.schedule in SPLIT:
+            compile = replace(compile, scope=Scope.none)  # torch cannot compile a backward pass in two parts
     with torch.device("meta"):
         decoder = Decoder(model) if parallel.pp == 1 else build_decoder(model, held)
     if master_dtype(precision) is not torch.float32:

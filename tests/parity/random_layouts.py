@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parallel.config import Dtype, ParallelConfig, Reduce, Schedule, Scope, Strategy
+from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Reduce, Schedule, Scope, Strategy
 from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
 from training.check import accumulation, check
 from training.config import Config, OptimizerKind, leaves
@@ -31,21 +31,10 @@ class Drawn:
         return World(self.ranks, self.ranks)
 
     def __str__(self) -> str:
-        default = leaves(Config())
-        kept = (
-            "model.",
-            "parallel.",
-            "activations.",
-            "optimizer.",
-            "sequence_length",
-            "batch_sequences",
-            "micro_batch",
-        )
-        values = [
-            f"{name}={value}"
-            for name, value in leaves(self.config).items()
-            if value != default[name] and name.startswith(kept)
-        ]
+        default, sections = leaves(Config()), ("model", "parallel", "activations", "optimizer")
+        told = (*sections, "sequence_length", "batch_sequences", "micro_batch")
+        chosen = {name: value for name, value in leaves(self.config).items() if value != default[name]}
+        values = [f"{name}={value}" for name, value in chosen.items() if name.startswith(told)]
         return f"layout {self.number} on {self.ranks} ranks: {' '.join(values)} vocabulary={self.vocabulary}"
 
 
@@ -66,6 +55,7 @@ def draw(random: Random, number: int) -> Drawn:
     draw_model(random, config, tp)
     times = draw_pipeline(random, config, pp)
     draw_parallel(random, config.parallel, tp, there, times)
+    draw_activations(random, config.activations, config.model.layers)
     config.micro_batch = random.randint(1, 3)
     config.batch_sequences = there * times * config.micro_batch
     rows = config.model.vocab_multiple
@@ -131,6 +121,15 @@ def draw_parallel(random: Random, parallel: ParallelConfig, tp: int, there: int,
         if parallel.pp > 1:
             parallel.reduce = Reduce.auto
             parallel.reshard_after_forward = parallel.schedule not in SPLIT and random.random() < 0.5
+
+
+def draw_activations(random: Random, activations: ActivationsConfig, layers: int) -> None:
+    """Every mode but torch's budget, which needs a compiled graph."""
+    activations.mode = random.choice([mode for mode in Recompute if mode is not Recompute.budget])
+    if activations.mode is Recompute.segments:
+        activations.segments = random.choice([None, random.randint(1, layers)])
+    if activations.mode is Recompute.every_n:
+        activations.every_n = random.randint(1, layers + 1)
 
 
 def check_legal(drawn: Drawn) -> None:
@@ -260,6 +259,23 @@ def key_of_another_strategy(random: Random, drawn: Drawn) -> str | None:
     return f"parallel.{name}"
 
 
+def segments(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.activations.mode = Recompute.segments
+    drawn.config.activations.segments = drawn.config.model.layers + random.randint(1, 3)
+    return "activations.segments"
+
+
+def budget(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.activations.mode = Recompute.budget
+    return "activations.mode"
+
+
+def key_of_another_mode(random: Random, drawn: Drawn) -> str | None:
+    activations = drawn.config.activations
+    activations.mode, activations.every_n = random.choice([Recompute.none, Recompute.full, Recompute.offload]), 7
+    return "activations.every_n"
+
+
 BREAKS: list[Callable[[Random, Drawn], str | None]] = [
     width,
     groups,
@@ -279,6 +295,9 @@ BREAKS: list[Callable[[Random, Drawn], str | None]] = [
     reduced_twice,
     static_graph,
     key_of_another_strategy,
+    segments,
+    budget,
+    key_of_another_mode,
 ]
 
 

@@ -19,7 +19,7 @@ from parallel.mesh import LOSS_AXES, data_coordinate, start_process_group, sum_o
 from tests.oracle import Batch
 from tests.parity.cases import slices
 from tests.parity.compare import CPU, WatchedStep, build, gather, mesh_of
-from tests.parity.random_layouts import Drawn, check_legal, divisors, draw_parallel
+from tests.parity.random_layouts import Drawn, check_legal, divisors, draw_activations, draw_parallel
 from tests.ranks import run_ranks
 from training.checkpoint.contents import Checkpoints
 from training.checkpoint.store import Store
@@ -65,6 +65,7 @@ def draw(random: Random, number: int, model: dict[str, Any]) -> Drawn:
     config.micro_batch = SEQUENCES // there // times
     config.parallel.pp = pp
     draw_parallel(random, config.parallel, tp, there, times)
+    draw_activations(random, config.activations, config.model.layers)
     drawn = Drawn(number, ranks, config, VOCABULARY)
     check_legal(drawn)
     config.model.vocab_size = VOCABULARY
