@@ -12,7 +12,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.activations import keep_activations
 from parallel.compile import compile_model
-from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy
+from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Recompute, Scope, Strategy
 from parallel.data import DataParallel, Replicated, Sharded, Single
 from parallel.materialize import materialize
 from parallel.planning.stages import SPLIT
@@ -66,8 +66,9 @@ def parallelize(
 
         assert mesh is not None
         held = stages_here(model, parallel, mesh)
-        if parallel.schedule in SPLIT:
-            compile = replace(compile, scope=Scope.none)  # torch cannot compile a backward pass in two parts
+        if parallel.schedule in SPLIT:  # a backward pass in two parts can neither be compiled nor compute again
+            compile = replace(compile, scope=Scope.none)
+            activations = replace(activations, mode=Recompute.none)
     with torch.device("meta"):
         decoder = Decoder(model) if parallel.pp == 1 else build_decoder(model, held)
     if master_dtype(precision) is not torch.float32:

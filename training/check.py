@@ -377,6 +377,10 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         if config.compile.scope in (Scope.block, Scope.model):
             reason = f"{parallel.schedule.name} computes gradients in two passes, which torch cannot compile"
             yield Problem("compile.scope", config.compile.scope.name, reason, "compile=none, or parallel.schedule=1f1b")
+        if config.activations.mode not in (Recompute.auto, Recompute.none):
+            reason = f"{parallel.schedule.name} computes gradients in two passes, and torch computes again only once"
+            instead = "activations=none, or parallel.schedule=1f1b"
+            yield Problem("activations.mode", config.activations.mode.name, reason, instead)
     if parallel.reduce is Reduce.micro_batch:
         reason = "a pipeline sums gradients once a step"
         yield Problem("parallel.reduce", "micro_batch", reason, "parallel.reduce=auto")

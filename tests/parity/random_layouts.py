@@ -55,7 +55,8 @@ def draw(random: Random, number: int) -> Drawn:
     draw_model(random, config, tp)
     times = draw_pipeline(random, config, pp)
     draw_parallel(random, config.parallel, tp, there, times)
-    draw_activations(random, config.activations, config.model.layers)
+    if pp == 1 or config.parallel.schedule not in SPLIT:
+        draw_activations(random, config.activations, config.model.layers)
     config.micro_batch = random.randint(1, 3)
     config.batch_sequences = there * times * config.micro_batch
     rows = config.model.vocab_multiple

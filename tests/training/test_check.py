@@ -288,6 +288,11 @@ def test_ranks_that_only_tensor_parallelism_shares() -> None:
         ({"parallel__reduce": "micro_batch"}, "parallel.reduce", "parallel.reduce=auto"),
         ({"parallel__pp": 1, "parallel__schedule": "zbv"}, "parallel.schedule", "parallel.pp=2"),
         (
+            {"parallel__schedule": "zbv", "parallel__reshard_after_forward": False, "activations__mode": "full"},
+            "activations.mode",
+            "activations=none",
+        ),
+        (
             {"parallel__schedule": "zbv", "parallel__reshard_after_forward": False, "compile__scope": "block"},
             "compile.scope",
             "compile=none",
