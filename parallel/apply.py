@@ -1,7 +1,7 @@
 """A plain model and a mesh to the same model spread over the mesh: the order of all axes, on one screen."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,7 @@ class Spread:
     model: Decoder
     data: DataParallel
     compiled: Scope
+    alike: dict[str, float] = field(default_factory=dict)  # what gradients.sum_alike sums over tp
     pipeline: "Pipeline | None" = None
     shared: "Shared | None" = None
 
@@ -77,11 +78,12 @@ def parallelize(
     low = compute is not master_dtype(precision)
 
     # Here, in this order: tensor and expert cuts, context, activations, compile.
+    alike: dict[str, float] = {}
     if parallel.tp > 1:
         from parallel.tensor import cut_tensors, overlap_communication  # imports DTensor, which takes seconds
 
         assert mesh is not None
-        cut_tensors(decoder, mesh["tp"])
+        alike = cut_tensors(decoder, mesh["tp"])
         if parallel.async_tp:
             overlap_communication(mesh["tp"])
     parts = {0: decoder}
@@ -106,7 +108,7 @@ def parallelize(
             else:
                 spreads[index] = Single(callee)
     check_replicas(decoder, mesh)
-    spread = Spread(decoder, next(iter(spreads.values())), compiled)
+    spread = Spread(decoder, next(iter(spreads.values())), compiled, alike)
     if parallel.pp > 1:
         assert mesh is not None
         passes = {index: data.call for index, data in spreads.items()}

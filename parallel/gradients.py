@@ -13,23 +13,19 @@ from parallel.mesh import sum_over
 
 
 @torch.no_grad()
-def sum_partial(parameters: list[nn.Parameter]) -> None:
-    """Adds up gradients of which each rank has a part where FSDP2 has not done so: of parameters that all ranks hold
-    and use on their own share of the sequence. One collective for those of the same kind."""
-    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        gradient: Any = parameter.grad
-        if gradient is not None and is_sharded(gradient) and any(p.is_partial() for p in gradient.placements):
-            kinds[gradient.device_mesh, gradient.placements, gradient.dtype].append(parameter)
-    for (mesh, placements, _), same in kinds.items():
-        whole = torch.cat([local(parameter.grad).flatten() for parameter in same if parameter.grad is not None])
-        for dimension, placement in enumerate(placements):
-            if placement.is_partial():
-                dist.all_reduce(whole, group=mesh.get_group(dimension))
-        for parameter, part in zip(same, whole.split([local(p).numel() for p in same]), strict=True):
-            own: Any = parameter
-            gradient = part.view_as(local(parameter))
-            parameter.grad = type(own).from_local(gradient, mesh, own.placements, run_check=False)
+def sum_alike(model: nn.Module, factors: dict[str, float], mesh: DeviceMesh) -> None:
+    """Gives gradients of parameters that all ranks along tp hold whole the same bits: the sum over tp of each times its
+    factor (parallel.tensor.cut_tensors). One collective a step, after FSDP2 has summed over data ranks."""
+    held = []
+    for name, parameter in model.named_parameters():
+        if name in factors and parameter.grad is not None:
+            held.append((local(parameter.grad), factors[name]))
+    if not held:
+        return
+    whole = torch.cat([(gradient * factor).flatten() for gradient, factor in held])
+    dist.all_reduce(whole, group=mesh.get_group("tp"))
+    for (gradient, _), part in zip(held, whole.split([gradient.numel() for gradient, _ in held]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 @torch.no_grad()

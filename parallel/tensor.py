@@ -5,9 +5,9 @@ share of the heads, features or vocabulary, and gives back sums that are scatter
 et al. 2022, Reducing Activation Recomputation in Large Transformer Models). What each rank holds stays a DTensor on
 `tp`, so that FSDP2, checkpoints and norms see the whole parameter."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed._functional_collectives as collectives  # documented; has no public name. torch 2.11, 2.15
@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -29,24 +28,36 @@ from models.decoder import Decoder
 from models.embedding import Embedding
 from models.feedforward import FeedForward
 from models.head import IGNORED, Head, TokenLoss, softcapped
-from parallel.local import local_region
+from parallel.local import is_cut, local, local_region
 
 SEQUENCE = Shard(1)  # of [batch, seq, dim]
 
 Row = Mapping[str, ParallelStyle]  # the style of each child; of the part itself under ""
 
 
-class ShardedPositions(ParallelStyle):
-    """A table read at the positions of this rank's share of the sequence. Takes all positions, gives local vectors."""
+class OnShares(ParallelStyle):
+    """A module whose parameters all ranks hold whole, each for its share of the sequence: it has a part of their
+    gradient (see `cut_tensors`)."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.call = call
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hooks: Any = (self._share, _to_local)  # annotated in torch as if hooks gave nothing back
-        return distribute_module(module, device_mesh, _replicate, *hooks)
+        distribute_module(module, device_mesh, partial(_cut, placement=Replicate()))
+        module.forward = partial(self.call, module, device_mesh)
+        return module
 
-    @staticmethod
-    def _share(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
-        positions = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-        return positions.redistribute(placements=[Shard(positions.ndim - 1)])
+
+def _normalize(norm: nn.LayerNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    weight, bias = (None if value is None else local(value) for value in (norm.weight, norm.bias))
+    return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+
+
+def _look_up_positions(table: nn.Embedding, mesh: DeviceMesh, positions: Tensor) -> Tensor:
+    """positions: of the whole sequence, [seq] or [batch, seq]. Returns vectors of this rank's share."""
+    share = positions.shape[-1] // mesh.size()
+    return F.embedding(positions.narrow(-1, mesh.get_local_rank() * share, share), local(table.weight))
 
 
 class VocabularyTable(ParallelStyle):
@@ -86,13 +97,6 @@ def _cut(name: str, module: nn.Module, mesh: DeviceMesh, placement: Placement) -
         module.register_parameter(own_name, nn.Parameter(cut))
 
 
-_replicate = partial(_cut, placement=Replicate())
-
-
-def _to_local(module: nn.Module, outputs: DTensor, mesh: DeviceMesh) -> Tensor:
-    return outputs.to_local()
-
-
 def _gathers(inputs: int) -> ParallelStyle:
     """A part whose first input is a share of the sequence and is needed whole."""
     others = (None,) * (inputs - 1)
@@ -104,7 +108,7 @@ def _gathers(inputs: int) -> ParallelStyle:
 ROWS: dict[type[nn.Module], Row] = {
     Embedding: {
         "tokens": VocabularyTable(),
-        "positions": ShardedPositions(),
+        "positions": OnShares(_look_up_positions),
     },
     Attention: {
         "": _gathers(3),
@@ -119,23 +123,32 @@ ROWS: dict[type[nn.Module], Row] = {
         "up": ColwiseParallel(use_local_output=False),  # a DTensor knows its width where it does not divide
         "down": RowwiseParallel(output_layouts=SEQUENCE),
     },
-    nn.LayerNorm: {"": SequenceParallel()},
+    nn.LayerNorm: {"": OnShares(_normalize)},
     Head: {"": VocabularyParallel()},
 }
 
 
-def cut_tensors(model: Decoder, mesh: DeviceMesh) -> None:
+def cut_tensors(model: Decoder, mesh: DeviceMesh) -> dict[str, float]:
     """Cuts every part of a model on the meta device along a mesh of one axis. Raises LookupError that names parts with
-    parameters and without a row."""
+    parameters and without a row.
+
+    Returns, by name, the parameters that all ranks hold whole, and by how much their gradients count in the sum over
+    the ranks that gives each of them the same bits: 1 where each rank has a part (norms, positions), else what makes a
+    mean, since ranks may differ in rounding (biases added after a scatter)."""
     without = [f"{name} ({type(part).__name__})" for name, part in _parts(model) if row_of(part) is None]
     if without:
         raise LookupError(f"tensor parallelism has no row for {', '.join(without)}: add one to parallel.tensor.ROWS")
+    shares: set[nn.Module] = set()
     for _, part in list(_parts(model)):
         for child, style in (row_of(part) or {}).items():
             target = part if child == "" else getattr(part, child, None)
             if target is not None:
                 parallelize_module(target, mesh, style)
+                shares |= {target} if isinstance(style, OnShares) else set()
     model.tie()
+    placements = {name: cast(DTensor, parameter).placements for name, parameter in model.named_parameters()}
+    whole = [name for name, of_axes in placements.items() if not any(map(is_cut, of_axes))]
+    return {name: 1.0 if model.get_submodule(name.rpartition(".")[0]) in shares else 1 / mesh.size() for name in whole}
 
 
 def overlap_communication(mesh: DeviceMesh) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.apply import Spread
-from parallel.gradients import clip, global_norm, sum_partial
+from parallel.gradients import clip, global_norm, sum_alike
 from parallel.mesh import DATA_AXES, sum_over
 from training.agreement import Agreement
 from training.optimizers.base import Optimizer
@@ -72,7 +72,9 @@ class Step:
                     self.phase = "the backward pass"
                     (loss / divisor).sum().backward()
                     loss_sum += loss.detach().sum()
-        sum_partial(self.parameters)
+        if self.spread.alike:
+            assert self.mesh is not None
+            sum_alike(self.spread.model, self.spread.alike, self.mesh)
         if self.spread.shared is not None:
             self.spread.shared.sum_gradients()
         norm = global_norm(self.counted, self.mesh)

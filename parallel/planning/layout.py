@@ -24,12 +24,6 @@ def tensor_cut(name: str) -> int | None:
     return None if own_name == "bias" and cut == 1 else cut
 
 
-def is_partial(name: str) -> bool:
-    """Whether a parameter is whole on each tensor rank and used there on a share of the sequence only: norms and
-    positions. (The biases of out and down are added to what all ranks have.)"""
-    return name.split(".")[-2] not in TENSOR_CUTS
-
-
 def part(length: int, ranks: int, rank: int) -> int:
     """Of `length` rows those of one rank, as torch.chunk and DTensor cut: ceil(length / ranks) each while there are
     any."""
@@ -48,6 +42,11 @@ def tensor_shapes(shapes: Shapes, tp: int, rank: int = 0) -> Shapes:
 
 def values(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
+
+
+def shard_shapes(shapes: Shapes, shards: int, rank: int = 0) -> Shapes:
+    """What FSDP2 leaves one of `shards` ranks."""
+    return {name: (part(rows, shards, rank), *rest) for name, (rows, *rest) in shapes.items()}
 
 
 def padded_shard(shapes: Shapes, shards: int) -> int:

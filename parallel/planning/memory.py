@@ -14,8 +14,8 @@ from parallel.planning.layout import (
     as_sharded,
     master_bytes,
     padded_shard,
-    part,
     reshards_to,
+    shard_shapes,
     tensor_shapes,
     values,
 )
@@ -46,8 +46,7 @@ def held_values(model: ModelConfig, parallel: ParallelConfig, shard_rank: int = 
     """Values of the parameters that a rank holds. Where sizes do not divide, the first rank of an axis holds the
     most."""
     shapes = tensor_shapes(parameter_shapes(model), parallel.tp, tensor_rank)
-    shards = parallel.dp_shard
-    return values({name: (part(rows, shards, shard_rank), *rest) for name, (rows, *rest) in shapes.items()})
+    return values(shard_shapes(shapes, parallel.dp_shard, shard_rank))
 
 
 def memory(

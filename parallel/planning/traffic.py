@@ -13,10 +13,10 @@ from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute,
 from parallel.planning.layout import (
     BYTES,
     as_sharded,
-    is_partial,
     master_bytes,
     padded_shard,
     reshards_to,
+    shard_shapes,
     tensor_cut,
     tensor_shapes,
     values,
@@ -24,7 +24,7 @@ from parallel.planning.layout import (
 from parallel.recomputation import recomputed_layers, segment_borders, settled
 
 COUNT_BYTES = 8  # of the number of predicted tokens, a float64
-ALL, BLOCKS, PARTIAL = "all", "blocks", "norms, positions"
+ALL, BLOCKS, ALIKE = "all", "blocks", "norms, positions, biases"
 
 
 class Collective(Enum):
@@ -79,16 +79,18 @@ def traffic(
     batch: Batch,
     activations: ActivationsConfig,
     tensor_rank: int = 0,
+    shard_rank: int = 0,
 ) -> list[Traffic]:
-    """All collectives of a training step over axes of more than one rank. `compute`: settled, not auto. `tensor_rank`:
-    where sizes do not divide, later ranks along tp move less. Raises ValueError while the vocabulary is not known."""
+    """All collectives of a training step over axes of more than one rank. `compute`: settled, not auto. `tensor_rank`,
+    `shard_rank`: where sizes do not divide, later ranks along tp and dp_shard move less. Raises ValueError while the
+    vocabulary is not known."""
     found = [*_tokens(parallel)]
     if parallel.torch_ddp:
         found += _ddp(model, parallel, compute)
     elif parallel.strategy is not Strategy.single:
         found += _sharded(model, as_sharded(parallel), compute, reduce, batch, tensor_rank)
     if parallel.tp > 1:
-        found += _tensor(model, parallel, compute, reduce, batch, activations)
+        found += _tensor(model, parallel, compute, batch, activations, shard_rank)
     found += _norm(model, parallel, compute)
     return [entry for entry in found if entry.ranks > 1]
 
@@ -179,17 +181,17 @@ def _tensor(
     model: ModelConfig,
     parallel: ParallelConfig,
     compute: Dtype,
-    reduce: Dtype,
     batch: Batch,
     activations: ActivationsConfig,
+    shard_rank: int,
 ) -> Iterator[Traffic]:
     """Tensor parallelism with the stream between parts cut along the sequence (Korthikanti et al. 2022, 4.2.2).
 
     Attention and the feed-forward layer each gather the stream and scatter what they add to it, the embedding scatters
     and the head gathers; in backward a gather is a reduce-scatter and the other way round. The loss needs the largest
-    score of each token, then the sum of exponentials and the label's score. A parameter that is whole on each rank and
-    used on a share of the sequence has a part of its gradient on each: FSDP2 sums them one by one when it reduces; in
-    its absence all are summed together, once a step."""
+    score of each token, then the sum of exponentials and the label's score. The gradients of parameters that are whole
+    on each rank are summed together, once a step
+    (parallel.gradients.sum_alike)."""
     ranks, tokens = parallel.tp, batch.micro_batch * batch.sequence_length
     stream = tokens * model.dim * BYTES[compute]
     collectives = (Collective.all_gather, Collective.reduce_scatter)
@@ -198,9 +200,6 @@ def _tensor(
         yield Traffic("tp", ranks, collective, "activations", ALL, number, number * stream)
     number, size = 2 * batch.accumulation, 3 * tokens * batch.accumulation * max(4, BYTES[compute])
     yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, size)
-    partial = {name: shape for name, shape in parameter_shapes(model).items() if is_partial(name)}
-    number, size = 1, values(partial) * master_bytes(compute)
-    if parallel.strategy is not Strategy.single:
-        times = reductions(as_sharded(parallel), batch)
-        number, size = times * len(partial), times * values(partial) * BYTES[reduce]
-    yield Traffic("tp", ranks, Collective.all_reduce, "gradients", PARTIAL, number, size)
+    whole = {name: shape for name, shape in parameter_shapes(model).items() if tensor_cut(name) is None}
+    size = values(shard_shapes(whole, parallel.dp_shard, shard_rank)) * master_bytes(compute)
+    yield Traffic("tp", ranks, Collective.all_reduce, "gradients", ALIKE, 1, size)

@@ -76,7 +76,7 @@ def configured(case: Case) -> Config:
     return config
 
 
-def count(cases: list[tuple[Case, Config]]) -> list[tuple[Counts, int]]:
+def count(cases: list[tuple[Case, Config]]) -> list[tuple[Counts, tuple[int, int]]]:
     """On a rank: what each case's step is seen to do, and the rank's place along tp."""
     start_process_group(CPU, timeout_seconds=60)
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
@@ -86,7 +86,7 @@ def count(cases: list[tuple[Case, Config]]) -> list[tuple[Counts, int]]:
         dist.destroy_process_group()
 
 
-def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, int]:
+def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, tuple[int, int]]:
     assert mesh is not None and isinstance(config.micro_batch, int)
     spread, watched = build(config, mesh)
     step = Step(spread, mesh, watched.optimizer, config.optimizer.clip)
@@ -99,17 +99,16 @@ def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, int]:
         step(micro_batches, 1, 0.01)
     with CollectiveCounter(mesh) as counter:
         step(micro_batches, 1, 0.01)
-    return {key: (number, counter.buffer_bytes[key]) for key, number in counter.number.items()}, mesh.get_local_rank(
-        "tp"
-    )
+    place = mesh.get_local_rank("tp"), mesh.get_local_rank("dp_shard")
+    return {key: (number, counter.buffer_bytes[key]) for key, number in counter.number.items()}, place
 
 
-def formula(config: Config, tensor_rank: int = 0) -> list[Traffic]:
+def formula(config: Config, place: tuple[int, int] = (0, 0)) -> list[Traffic]:
     assert isinstance(config.micro_batch, int)
     batch = Batch(config.micro_batch, SEQUENCES // data_ranks(config) // config.micro_batch, LENGTH)
     precision = config.precision
     dtypes = precision.dtype, precision.reduce_dtype
-    return traffic(config.model, config.parallel, *dtypes, batch, config.activations, tensor_rank)
+    return traffic(config.model, config.parallel, *dtypes, batch, config.activations, *place)
 
 
 def summed(entries: list[Traffic]) -> Counts:
