@@ -39,7 +39,7 @@ from training.place import (
 )
 from training.ranks import Ranks
 from training.refusal import Problem, Refusal
-from training.resolve import Chosen, World, resolve_model
+from training.resolve import Chosen, World
 from training.status import State
 from training.unresolved import saved_values
 
@@ -221,8 +221,8 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     """eval_only: scores the checkpoint again, with the model, tokenizer and data it was trained with."""
     assert config.checkpoint.load is not None
     saved = find(config.checkpoint.load, Ranks.alone())
-    adopt(config, saved, chosen.given)
-    resolve_model(config)
+    refuse(adopt(config, saved, chosen.given))
+    refuse(load_problems(config, saved))
     refuse(check(config, place.world))
     text = read_text(config, place)
     refuse(tokenizer_problems(saved, text))

@@ -342,6 +342,19 @@ def test_eval_only_gives_the_numbers_of_the_run(runs: Runs, whole: str, ranks: i
     assert not (runs.folder(name) / "checkpoints").exists() and not (runs.folder(name) / "metrics.jsonl").exists()
 
 
+def test_a_checkpoint_whose_model_came_from_the_environment(runs: Runs) -> None:
+    wide = partial(set_environment, ESPALIER_DIM="32")
+    runs.finish("from-variable", "steps=3 model.dim=${oc.env:ESPALIER_DIM}", wide)
+    load = f"checkpoint.load={runs.folder('from-variable')}"
+    kept = [word for word in runs.words if word.startswith(("out=", "data.cache=", "hardware."))]
+    refused = train_py([*kept, "eval_only=true", load])[0]
+    assert refused.code == REFUSED and "ESPALIER_DIM" in refused.said and "model.dim" in refused.said
+    scored = train_py([*kept, "eval_only=true", load], wide)[0]
+    assert scored.code == 0, scored
+    assert runs.evals("from-variable-scored") == runs.evals("from-variable")
+    runs.finish("from-those-weights", f"steps=3 {load} model.dim=32")
+
+
 def test_a_stopped_eval_only_says_nothing_of_a_run(runs: Runs, whole: str) -> None:
     words = [*runs.words, "name=stopped-scores", "eval_only=true", f"checkpoint.load={runs.checkpoint(whole, 6)}"]
     outcome = train_py(words, partial(hit_in_evaluation, 1, signal.SIGTERM))[0]
