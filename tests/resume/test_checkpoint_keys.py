@@ -92,6 +92,18 @@ def test_longer(runs: Runs) -> None:
     assert runs.checkpoints("short") == [3, 6, 9, 12]
 
 
+def test_no_step_is_left(runs: Runs, copy: str, whole: str) -> None:
+    """A run is not finished by what it has not done, nor by more than it should have."""
+    load = f"checkpoint.load={runs.folder(whole)} checkpoint.load_parts=all"
+    refused = runs.start("nothing-left", f"{DROPOUT} {load}")[0]
+    assert refused.code == REFUSED and f"has {STEPS} steps already" in refused.said and "steps=24" in refused.said
+    assert not runs.folder("nothing-left").exists()
+    for allowed in ("", " checkpoint.allow_changes=[steps]"):
+        refused = runs.start(copy, f"{DROPOUT} steps=9{allowed}")[0]
+        assert refused.code == REFUSED and f"steps={STEPS}" in refused.said and "1 problem." in refused.said
+    assert runs.status(copy) == runs.status(whole)
+
+
 def test_another_batch_repeats_and_skips_no_sample(runs: Runs, whole: str) -> None:
     runs.die("rebatched", DROPOUT, partial(hit_in_step, 8, signal.SIGKILL))
     half = "batch_sequences=4 checkpoint.allow_changes=[batch_sequences]"
