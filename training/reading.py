@@ -6,7 +6,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,8 +30,18 @@ def resolved(key: Key, section: DictConfig) -> Any:
     if isinstance(value, ListConfig):
         value = OmegaConf.to_container(value, resolve=True)
     if ENVIRONMENT.was_read and isinstance(value, str) and key.kinds != (str,):
-        return yaml.safe_load(value)  # the environment has only text
+        return _as_typed(value)  # the environment has only text
     return value
+
+
+def _as_typed(text: str) -> Any:
+    """The value that a text stands for on the command line; YAML 1.1 reads 1e-3 as a text and 010 as 8. Itself where it
+    is none."""
+    try:
+        override = OverridesParser.create().parse_override(f"key={text}")
+    except HydraException:
+        return text
+    return text if override.is_sweep_override() else override.value()
 
 
 class Reader:
