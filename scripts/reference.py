@@ -25,8 +25,8 @@ A run is a tree of keys. Give any of them on the command line as `key=value`, an
 - `null` is the absence of a value. `None` is a text, and refused.
 - A list is written `[a,b]`; a text with special characters in quotes: `name='"a=b"'`.
 - Presets of your own are YAML files in a folder of yours: `--config-dir my_configs experiment=mine` reads
-  `my_configs/experiment/mine.yaml`. `${oc.env:NAME}` in them is a variable of the environment; the run saves this text,
-  not its value.
+  `my_configs/experiment/mine.yaml`. `${oc.env:NAME}` in them is a variable of the environment, read as on the
+  command line; the run saves this text and a salted digest, not the value.
 - `python train.py --cfg job` prints the config of a command. `check_only=true` also fills in what follows from it,
   checks it and the files it names, and stops.
 - `python train.py -m optimizer.lr=3e-4,6e-4` runs once for each value.

@@ -4,9 +4,16 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from training.checkpoint.folders import Saved
 from training.config import Config, leaves
+from training.keys import Mismatch, convert, keys, show
+from training.reading import first_line, resolved
 from training.refusal import Problem
+from training.resolve import resolve_model
+from training.unresolved import in_words, is_same, saved_values, to_write
 
 SCORED_WITH = (
     "model.",
@@ -26,16 +33,50 @@ SCORED_WITH = (
 NOT_COMPARED = ("model.attention", "model.tokenizer", "model.dropout", "model.init_std")
 
 
-def adopt(config: Config, saved: Saved, given: frozenset[str]) -> None:
+def adopt(config: Config, saved: Saved, given: frozenset[str]) -> list[Problem]:
     """For eval_only: sets what the scores depend on to what the checkpoint was trained with, except keys given on the
-    command line. A run without evaluations says nothing of them."""
-    theirs = saved.info["config"]
+    command line, and resolves the rest. A run without evaluations says nothing of them. Values that came from the
+    environment are taken from this one: a problem where it has none, or another."""
+    theirs, known = saved.info["config"], saved.info.get("from_environment", {})
     unscored = not theirs["evals.tasks"]
-    for key, value in theirs.items():
-        if unscored and key.startswith("evals."):
-            continue
-        if key.startswith(SCORED_WITH) and not {key, key.partition(".")[0]} & given:
-            set_key(config, key, value)
+    adopted = [
+        key
+        for key in theirs
+        if key.startswith(SCORED_WITH)
+        and not (unscored and key.startswith("evals."))
+        and not {key, key.partition(".")[0]} & given
+    ]
+    problems = []
+    for key in adopted:
+        try:
+            set_key(config, key, from_environment(theirs, key) if key in known else theirs[key])
+        except (OmegaConfBaseException, Mismatch) as error:
+            reason = f"{saved.folder} was trained with a value of the environment: {first_line(error)}"
+            problems.append(Problem(key, show(theirs[key]), reason, f"that variable, or {to_write(key, theirs[key])}"))
+    if problems:
+        return problems
+    resolve_model(config)
+    now = leaves(config)
+    return [
+        different(key, now[key], saved, theirs[key])
+        for key in adopted
+        if key in known and not is_same(now[key], known[key])
+    ]
+
+
+def from_environment(texts: dict[str, Any], key: str) -> Any:
+    """A leaf of a saved config, with its interpolations resolved here. Raises OmegaConfBaseException or Mismatch."""
+    tree = OmegaConf.create({})
+    for name, text in texts.items():
+        OmegaConf.update(tree, name, text)
+    section, _, _ = key.rpartition(".")
+    value = convert(keys()[key], resolved(keys()[key], tree[section] if section else tree))
+    return value.name if isinstance(value, Enum) else value
+
+
+def different(key: str, now: Any, saved: Saved, was: Any) -> Problem:
+    """The problem of a key that has another value than the checkpoint was trained with."""
+    return Problem(key, show(now), f"{saved.folder} was trained with {in_words(was)}", to_write(key, was))
 
 
 def set_key(config: Config, key: str, value: Any) -> None:
@@ -53,18 +94,15 @@ def set_key(config: Config, key: str, value: Any) -> None:
 def load_problems(config: Config, saved: Saved) -> list[Problem]:
     """Why the weights of checkpoint.load are not for this model, from the configs alone."""
     now = leaves(config)
-    theirs = saved.info["config"]
+    theirs = saved_values(saved.info, config)
     found = [key for key in now if key.startswith("model.") and key not in NOT_COMPARED]
+    if now["model.vocab_size"] is None:  # known with the tokenizer
+        found.remove("model.vocab_size")
     problems = [
-        Problem(key, now[key], f"{saved.folder} was trained with {theirs[key]}", f"{key}={theirs[key]}")
-        for key in found
-        if key in theirs and theirs[key] != now[key]
+        different(key, now[key], saved, theirs[key]) for key in found if key in theirs and theirs[key] != now[key]
     ]
-    if theirs.get("tokenizer.kind") != now["tokenizer.kind"] or theirs.get("tokenizer.name") != now["tokenizer.name"]:
+    if any(theirs.get(key) != now[key] for key in ("tokenizer.kind", "tokenizer.name")):
         was = theirs.get("tokenizer.kind")
-        problems.append(
-            Problem(
-                "tokenizer.kind", now["tokenizer.kind"], f"{saved.folder} was trained with {was}", f"tokenizer={was}"
-            )
-        )
+        reason = f"{saved.folder} was trained with {in_words(was)}"
+        problems.append(Problem("tokenizer.kind", now["tokenizer.kind"], reason, to_write("tokenizer", was)))
     return problems

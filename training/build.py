@@ -14,7 +14,7 @@ from parallel.recomputation import told
 from training import memory
 from training.advice import Device, advice
 from training.agreement import Agreement
-from training.check import describe
+from training.check import check, describe
 from training.checkpoint.contents import Checkpoints
 from training.checkpoint.store import Store
 from training.config import Config, Debug, leaves
@@ -118,6 +118,8 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     suite = build_suite(config, place, text, spread)
     if config.micro_batch == "auto":
         config.micro_batch = fit_micro_batch(config, place, step)
+        if problems := check(config, place.world):  # again, with the number of micro-batches
+            raise Refusal(problems)
     assert isinstance(config.micro_batch, int)
     expect(spread, "micro-batches", (config.micro_batch, config.sequence_length), gradients=True)
     about = describe_run(config, chosen, place, text)

@@ -84,7 +84,10 @@ class OptimizerConfig:
     clip: float | None = key(
         1.0, "largest global gradient norm, above which gradients are scaled down; null: no clipping"
     )
-    max_skipped: int = key(10, "a step with a non-finite gradient is skipped; so many in a row stop the run")
+    max_skipped: int = key(
+        10,
+        "a step with a non-finite gradient is skipped; so many in a row stop the run at the next read of the metrics",
+    )
 
 
 class ScheduleKind(Enum):

@@ -6,7 +6,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -19,6 +20,28 @@ def typed_keys(hydra: Any) -> set[str]:
     words = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # a word may hold an interpolation
     assert isinstance(words, list)
     return {str(word).lstrip("+").partition("=")[0] for word in words}
+
+
+def resolved(key: Key, section: DictConfig) -> Any:
+    """The value of a key in its section of a tree, with interpolations resolved; ENVIRONMENT tells whether it came from
+    there. Raises OmegaConfBaseException."""
+    ENVIRONMENT.was_read = False
+    value = section[key.name.rpartition(".")[2]]
+    if isinstance(value, ListConfig):
+        value = OmegaConf.to_container(value, resolve=True)
+    if ENVIRONMENT.was_read and isinstance(value, str) and key.kinds != (str,):
+        return _as_typed(value)  # the environment has only text
+    return value
+
+
+def _as_typed(text: str) -> Any:
+    """The value that a text stands for on the command line; YAML 1.1 reads 1e-3 as a text and 010 as 8. Itself where it
+    is none."""
+    try:
+        override = OverridesParser.create().parse_override(f"key={text}")
+    except HydraException:
+        return text
+    return text if override.is_sweep_override() else override.value()
 
 
 class Reader:
@@ -44,14 +67,14 @@ class Reader:
             elif isinstance(kind, type) and is_dataclass(kind):
                 values[name] = self._section(kind, tree, name, full, text)
             else:
-                values[name] = self._leaf(keys()[full], tree, name, text)
+                values[name] = self._leaf(keys()[full], tree, text)
         return schema(**values)
 
     def _section(self, schema: type, tree: DictConfig, name: str, full: str, text: Any) -> Any:
         try:
             section = tree[name]
         except OmegaConfBaseException as error:
-            self._add(Problem(full, text, _first_line(error), f"the keys of {full}"))
+            self._add(Problem(full, text, first_line(error), f"the keys of {full}"))
             return schema()
         if not isinstance(section, DictConfig):
             instead = f"`- override /{full}: {show(text)}` under defaults for a preset, or keys: `{full}: {{...}}`"
@@ -59,28 +82,18 @@ class Reader:
             return schema()
         return self.read(schema, section, f"{full}.")
 
-    def _leaf(self, key: Key, tree: DictConfig, name: str, text: Any) -> Any:
+    def _leaf(self, key: Key, tree: DictConfig, text: Any) -> Any:
         shown = f"'{text}'" if isinstance(text, str) and "${" not in text else show(text)
         try:
-            value = self._value(key, tree, name, text)
+            value = resolved(key, tree)
+            if ENVIRONMENT.was_read:
+                self.unresolved[key.name] = text
             return convert(key, value)
         except OmegaConfBaseException as error:
-            self._add(Problem(key.name, shown, _first_line(error), f"{key.name}={key.example()}"))
+            self._add(Problem(key.name, shown, first_line(error), f"{key.name}={key.example()}"))
         except Mismatch as error:
             self._add(mismatch(key, shown, error))
         return key.default
-
-    def _value(self, key: Key, tree: DictConfig, name: str, text: Any) -> Any:
-        """The value with its interpolations resolved. Raises OmegaConfBaseException."""
-        ENVIRONMENT.was_read = False
-        value = tree[name]
-        if isinstance(value, ListConfig):
-            value = OmegaConf.to_container(value, resolve=True)
-        if ENVIRONMENT.was_read:
-            self.unresolved[key.name] = text
-            if isinstance(value, str) and key.kinds != (str,):
-                return yaml.safe_load(value)  # the environment has only text
-        return value
 
     def _add(self, problem: Problem) -> None:
         """Keeps a problem, with the place in a file where its key is written."""
@@ -118,5 +131,6 @@ ENVIRONMENT = _Environment()
 OmegaConf.register_new_resolver("oc.env", ENVIRONMENT, replace=True)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+def first_line(error: Exception) -> str:
+    """What an error says, without OmegaConf's frame around the words of ENVIRONMENT."""
+    return str(error).splitlines()[0].removeprefix("ValueError raised while resolving interpolation: ")

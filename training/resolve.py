@@ -70,6 +70,7 @@ def resolve(config: Config, world: World, chosen: Chosen) -> None:
     Of steps, tokens and epochs only steps is left, of batch_sequences and batch_tokens only batch_sequences. Epochs
     wait for the data (resolve_epochs). With eval_only the model and tokenizer are the checkpoint's: resolve_model is
     called when they are known."""
+    _expand_home(config)
     config.name = chosen.name() if config.name is None else config.name
     if chosen.job is not None:
         config.name = f"{config.name}-{chosen.job}"
@@ -79,6 +80,21 @@ def resolve(config: Config, world: World, chosen: Chosen) -> None:
     _resolve_schedule(config)
     if not config.eval_only:
         resolve_model(config)
+
+
+def _expand_home(config: Config) -> None:
+    """~ in each path, which a shell leaves as it is in key=~/folder."""
+    home = os.path.expanduser
+    config.out = home(config.out)
+    config.data.files = [home(path) for path in config.data.files]
+    for owner, name in (
+        (config.checkpoint, "dir"),
+        (config.checkpoint, "load"),
+        (config.tokenizer, "file"),
+        (config.data, "cache"),
+    ):
+        path = getattr(owner, name)
+        setattr(owner, name, None if path is None else home(path))
 
 
 def resolve_model(config: Config) -> None:

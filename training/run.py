@@ -39,7 +39,7 @@ from training.place import (
 )
 from training.ranks import Ranks
 from training.refusal import Problem, Refusal
-from training.resolve import Chosen, World, resolve_model
+from training.resolve import Chosen, World
 from training.status import State
 from training.unresolved import saved_values
 
@@ -122,16 +122,23 @@ def refuse(problems: list[Problem]) -> None:
 
 def open_folder(config: Config, place: Place, text: Text) -> Saved | None:
     """Decides what may be done with the run's folder; its newest checkpoint if the run goes on. Raises Refusal."""
-    folder = place.folder
+    assert config.steps is not None
+    folder, steps = place.folder, config.steps
     saved = Store(folder.checkpoints, Ranks.alone()).newest()
     info = saved.info if saved is not None else folder.saved_info()
     claimed = claim(folder, config, info and saved_values(info, config), saved is not None)
     problems = claimed.problems + writers.problems(config.metrics)
     if saved is not None:
         problems += text_problems(config, saved, text)
+        if saved.step > steps and "steps" not in {problem.key for problem in problems}:
+            instead = f"steps={saved.step} or more, or name=<another> for a new run"
+            problems.append(too_short(steps, saved, instead))
     elif config.checkpoint.load is not None:
         loaded = find(config.checkpoint.load, Ranks.alone())
         problems += load_problems(config, loaded) + tokenizer_problems(loaded, text)
+        if config.checkpoint.load_parts is Load.all and loaded.step >= steps:
+            instead = f"steps={2 * loaded.step}, or checkpoint.load_parts=weights to begin at step 1"
+            problems.append(too_short(steps, loaded, instead))
     if place.rank == 0 and not problems:
         problems += folder.hold() or folder.hold_checkpoints()
     refuse(problems)
@@ -164,6 +171,10 @@ def text_problems(config: Config, saved: Saved, text: Text) -> list[Problem]:
         instead = "the same text, or name=<another>, or to go on all the same checkpoint.allow_changes=[data.kind]"
         problems.append(Problem("data", config.data.kind.name, reason, instead))
     return problems
+
+
+def too_short(steps: int, saved: Saved, instead: str) -> Problem:
+    return Problem("steps", steps, f"{saved.folder} has {saved.step:,} steps already", instead)
 
 
 def go(run: Run, place: Place, began: float) -> Stopped | None:
@@ -221,8 +232,8 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     """eval_only: scores the checkpoint again, with the model, tokenizer and data it was trained with."""
     assert config.checkpoint.load is not None
     saved = find(config.checkpoint.load, Ranks.alone())
-    adopt(config, saved, chosen.given)
-    resolve_model(config)
+    refuse(adopt(config, saved, chosen.given))
+    refuse(load_problems(config, saved))
     refuse(check(config, place.world))
     text = read_text(config, place)
     refuse(tokenizer_problems(saved, text))

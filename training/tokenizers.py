@@ -241,13 +241,13 @@ def _fetched(name: str, key: str) -> Tokenizer:
 
 
 def _huggingface(config: TokenizerConfig) -> Tokenizer:
-    if config.file is None or not Path(config.file).expanduser().is_file():
+    if config.file is None or not Path(config.file).is_file():
         reason = "no file is given" if config.file is None else "there is no such file"
         _refuse("tokenizer.file", config.file, reason, "tokenizer.file=<path of a tokenizer.json>")
     from tokenizers import Tokenizer as Rust
 
     try:
-        content = Path(config.file).expanduser().read_text(encoding="utf-8")
+        content = Path(config.file).read_text(encoding="utf-8")
         vocabulary = Rust.from_str(content).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exceptions
         _refuse(

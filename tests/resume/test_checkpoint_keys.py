@@ -92,6 +92,18 @@ def test_longer(runs: Runs) -> None:
     assert runs.checkpoints("short") == [3, 6, 9, 12]
 
 
+def test_no_step_is_left(runs: Runs, copy: str, whole: str) -> None:
+    """A run is not finished by what it has not done, nor by more than it should have."""
+    load = f"checkpoint.load={runs.folder(whole)} checkpoint.load_parts=all"
+    refused = runs.start("nothing-left", f"{DROPOUT} {load}")[0]
+    assert refused.code == REFUSED and f"has {STEPS} steps already" in refused.said and "steps=24" in refused.said
+    assert not runs.folder("nothing-left").exists()
+    for allowed in ("", " checkpoint.allow_changes=[steps]"):
+        refused = runs.start(copy, f"{DROPOUT} steps=9{allowed}")[0]
+        assert refused.code == REFUSED and f"steps={STEPS}" in refused.said and "1 problem." in refused.said
+    assert runs.status(copy) == runs.status(whole)
+
+
 def test_another_batch_repeats_and_skips_no_sample(runs: Runs, whole: str) -> None:
     runs.die("rebatched", DROPOUT, partial(hit_in_step, 8, signal.SIGKILL))
     half = "batch_sequences=4 checkpoint.allow_changes=[batch_sequences]"
@@ -340,6 +352,19 @@ def test_eval_only_gives_the_numbers_of_the_run(runs: Runs, whole: str, ranks: i
     ]
     np.testing.assert_allclose([x["value"] for x in found], [x["value"] for x in expected], rtol=1e-5)
     assert not (runs.folder(name) / "checkpoints").exists() and not (runs.folder(name) / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_whose_model_came_from_the_environment(runs: Runs) -> None:
+    wide = partial(set_environment, ESPALIER_DIM="32")
+    runs.finish("from-variable", "steps=3 model.dim=${oc.env:ESPALIER_DIM}", wide)
+    load = f"checkpoint.load={runs.folder('from-variable')}"
+    kept = [word for word in runs.words if word.startswith(("out=", "data.cache=", "hardware."))]
+    refused = train_py([*kept, "eval_only=true", load])[0]
+    assert refused.code == REFUSED and "ESPALIER_DIM" in refused.said and "model.dim" in refused.said
+    scored = train_py([*kept, "eval_only=true", load], wide)[0]
+    assert scored.code == 0, scored
+    assert runs.evals("from-variable-scored") == runs.evals("from-variable")
+    runs.finish("from-those-weights", f"steps=3 {load} model.dim=32")
 
 
 def test_a_stopped_eval_only_says_nothing_of_a_run(runs: Runs, whole: str) -> None:

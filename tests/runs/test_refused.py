@@ -2,12 +2,13 @@
 
 import resource
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.runs import processes
-from tests.runs.drive import REFUSED, Runs, train_py
+from tests.runs.drive import REFUSED, Runs, put, train_py
 
 # What was typed, and what has to be said.
 BAD: dict[str, list[str]] = {
@@ -114,3 +115,20 @@ def test_two_runs_into_one_folder_of_checkpoints(runs: Runs, tmp_path: Path) -> 
         assert outcome.code == REFUSED and "checkpoint.dir=" in outcome.said and "another process" in outcome.said
     finally:
         first.release()
+
+
+def fit(count: int) -> None:
+    """So many sequences of a rank fit into memory."""
+    from training import build
+
+    put(build, "fit_micro_batch", lambda *_: count)
+
+
+def test_a_micro_batch_that_fits_is_checked_too(runs: Runs) -> None:
+    """4 sequences a rank: two micro-batches of 2 are found only now, when the folder is the run's."""
+    overrides = "parallel=ddp parallel.static_graph=true micro_batch=auto"
+    outcomes = runs.start("fitted", overrides, partial(fit, 2), ranks=2)
+    assert [outcome.code for outcome in outcomes] == [REFUSED, REFUSED]
+    assert "parallel.static_graph" in outcomes[0].said
+    status = runs.status("fitted")
+    assert (status["state"], status["exit_code"]) == ("failed", REFUSED)

@@ -4,6 +4,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from tests.training.test_command import mutated
 from training.check import describe, settle
 from training.command import CONFIGS, ROOT
 from training.compose import check_command, compose, refusing
-from training.config import Config, OptimizerKind
+from training.config import Config, OptimizerKind, leaves
 from training.keys import keys
 from training.refusal import Problem, Refusal
 from training.resolve import Chosen
@@ -221,6 +222,35 @@ def test_values_of_the_environment_are_not_written(folder: Path, monkeypatch: py
     assert yaml.safe_load(text)["seed"] == "${oc.env:ESPALIER_SEED}"
     monkeypatch.setenv("ESPALIER_SEED", "secret-word")
     assert "secret-word" not in str(refused(*mine)[0])
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "value"),
+    [
+        ("optimizer.lr", "1e-3", 0.001),
+        ("optimizer.clip", "null", None),
+        ("tokens", "1e9", 1_000_000_000),
+        ("micro_batch", "auto", "auto"),
+        ("micro_batch", "2", 2),
+        ("deterministic", "true", True),
+        ("data.files", "[a.txt,b c.txt]", ["a.txt", "b c.txt"]),
+        ("name", "1e-3", "1e-3"),
+    ],
+)
+def test_a_value_of_the_environment_is_read_as_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, word: str, text: str, value: Any
+) -> None:
+    monkeypatch.setenv("ESPALIER_VALUE", text)
+    config, _ = compose([f"{word}=${{oc.env:ESPALIER_VALUE}}"])
+    assert leaves(config)[word] == value and type(leaves(config)[word]) is type(value)
+
+
+@pytest.mark.parametrize("text", ["010", "1:30", "1,2", "a b: c", ""])
+def test_what_is_no_number_on_the_command_line_is_none_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("ESPALIER_VALUE", text)
+    assert [problem.key for problem in refused("seed=${oc.env:ESPALIER_VALUE}")] == ["seed"]
 
 
 def test_the_description_gives_the_same_config(folder: Path) -> None:

@@ -143,3 +143,17 @@ def test_world(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(steps=1, batch_sequences=32, parallel=ParallelConfig(strategy=Strategy.fsdp2, dp_shard=-1))
     resolved(config, World.of(config))
     assert data_ranks(config) == 16 == math.prod((config.parallel.dp_replicate, config.parallel.dp_shard))
+
+
+def test_home_is_meant_by_a_tilde_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = Config(steps=1, batch_sequences=8, out="~/runs")
+    config.checkpoint.dir, config.checkpoint.load = "~/ck", "~/runs/base"
+    config.tokenizer.file, config.data.cache = "~/t.json", "~"
+    config.data.files = ["~/a/*.txt", "b~/~.txt"]
+    resolved(config)
+    assert config.out == "/home/me/runs"
+    assert (config.checkpoint.dir, config.checkpoint.load) == ("/home/me/ck", "/home/me/runs/base")
+    assert (config.tokenizer.file, config.data.cache) == ("/home/me/t.json", "/home/me")
+    assert config.data.files == ["/home/me/a/*.txt", "b~/~.txt"]
+    assert resolved(Config(steps=1, batch_sequences=8)).checkpoint.dir is None

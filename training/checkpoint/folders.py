@@ -128,7 +128,7 @@ def newest(checkpoints: Path) -> Saved | None:
 def find(path: str) -> Saved | Problem:
     """The checkpoint that checkpoint.load names: one checkpoint's folder, or the newest complete one of a run's folder
     or of a folder of checkpoints; else why there is none."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     kinds = "the folder of a run, its folder of checkpoints, or one checkpoint (step-000500)"
     if not folder.is_dir():
         return Problem("checkpoint.load", path, "there is no such folder", kinds)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,8 +61,17 @@ def write(folder: Path, state: State, ranks: Ranks) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
+    class Writer(dcp.FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            try:
+                return super().write_data(plan, planner)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # a full disk, which torch's archive makes a riddle of
+                    raise error.__context__ from None
+                raise
+
     with _failures(folder):
-        writer = dcp.FileSystemWriter(folder)
+        writer = Writer(folder)
         dcp.save(dict(state), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
 
 

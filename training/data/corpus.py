@@ -86,10 +86,9 @@ def _file_sources(patterns: list[str]) -> list[Source]:
     found: dict[Path, Source] = {}
     problems: list[Problem] = []
     for pattern in patterns:
-        expanded = os.path.expanduser(pattern)
-        matches = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         files = [Path(match) for match in matches if not os.path.isdir(match)]
-        problem = _pattern_problem(expanded, files)
+        problem = _pattern_problem(pattern, files)
         if problem is not None:
             problems.append(Problem("data.files", pattern, *problem))
             continue

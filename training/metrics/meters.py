@@ -44,6 +44,7 @@ class Meters:
         self.tokens = 0  # consumed by the whole run, all its starts
         self.skipped = 0  # the same for steps
         self.skipped_in_a_row = 0
+        self.longest_skipped = 0  # so many in a row, however they ended
         self.last_step_seconds = 0.0
         self.waiting: list[tuple[int, float, StepResult]] = []
         self.restart_clock(0.0)
@@ -81,6 +82,7 @@ class Meters:
         self.tokens += self.speed.step_tokens
         self.skipped += int(skipped)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.longest_skipped = max(self.longest_skipped, self.skipped_in_a_row)
         tokens_per_second = self.speed.step_tokens / seconds
         per_device = tokens_per_second / self.speed.ranks
         return {
@@ -99,10 +101,11 @@ class Meters:
         }
 
     def check_skipped(self, step: int) -> None:
-        """Raises TooManySkipped, on every rank, where max_skipped steps in a row were."""
-        if self.skipped_in_a_row >= self.max_skipped:
+        """Raises TooManySkipped, on every rank, where max_skipped steps in a row were, also if better ones followed
+        before the read."""
+        if self.longest_skipped >= self.max_skipped:
             raise TooManySkipped(
-                f"the gradient was not finite in {self.skipped_in_a_row} steps in a row, "
+                f"the gradient was not finite in {self.longest_skipped} steps in a row, "
                 f"up to step {step}: the last good checkpoint is kept. "
                 "A lower optimizer.lr, a longer warm-up or optimizer.clip are what usually helps"
             )
