@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from models.config import ModelConfig
-from models.flops import block_flops_per_token, head_flops_per_token
 from parallel.config import ParallelConfig, Reduce, Schedule, Strategy
-from parallel.planning.stages import SPLIT, Stage, runs, stages, stages_per_rank
+from parallel.planning.stages import SPLIT, costs, runs, stages, stages_per_rank
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}  # torch's names
 # Of a forward pass of the same stage: gradients of inputs and of weights cost as much each.
@@ -95,12 +94,6 @@ def _needs(one: Pass, last: int, order: list[list[Pass]]) -> list[Pass]:
         return [Pass("F", stage, micro_batch)]
     after = Pass("I", stage + 1, micro_batch)
     return [after if any(after in passes for passes in order) else Pass("B", stage + 1, micro_batch)]
-
-
-def costs(model: ModelConfig, cut: list[Stage]) -> dict[int, float]:
-    """FLOPs of a token in each stage, embedding counted as nothing."""
-    block, head = sum(block_flops_per_token(model, model.context)[:2]), head_flops_per_token(model)
-    return {stage.index: len(stage.layers) * block + (head if stage.last else 0.0) for stage in cut}
 
 
 def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> float:

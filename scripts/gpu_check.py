@@ -1,5 +1,5 @@
-"""What only a GPU can show: that what is compiled, recomputed, offloaded or in bf16 trains as the plain model does there,
-and how fast and in how much memory:
+"""What only a GPU can show: that what is compiled, recomputed, offloaded or in bf16 trains there as the plain model
+does, and how fast and in how much memory:
 
 python -m scripts.gpu_check [--minutes 8] [--device cuda] [--small]
 

@@ -33,7 +33,7 @@ from training.metrics.throughput import no_peak, peak_flops
 from training.metrics.writers import Writers
 from training.optimizers.build import build_optimizer
 from training.place import Place
-from training.plan import axes_table
+from training.plan import axes_table, batch_of, stages_table
 from training.refusal import Problem, Refusal
 from training.resolve import DEGREES, Chosen, resolve_epochs
 from training.schedule import Schedule
@@ -136,7 +136,14 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         batches=build_batches(config, place, text),
         step=step,
         schedule=Schedule(config.schedule, config.optimizer.lr, config.steps, speed.step_tokens),
-        meters=Meters(place.mesh, place.device, speed, config.optimizer.max_skipped, lambda: recompiles(spread)),
+        meters=Meters(
+            place.mesh,
+            place.device,
+            speed,
+            config.optimizer.max_skipped,
+            lambda: recompiles(spread),
+            spread.pipeline.bubble_share if spread.pipeline is not None else None,
+        ),
         writers=build_writers(config, place, about["config"]),
         checkpoints=Checkpoints(
             Store(place.folder.checkpoints, place.ranks), config.checkpoint, spread, step.optimizer, about
@@ -222,6 +229,20 @@ def device_of(config: Config, place: Place, dtype: Dtype) -> Device:
     return Device(dtype, memory, speed_of(config, place, dtype, 1).peak_flops)
 
 
+def bubble_of(config: Config) -> str:
+    """The share of the time in which ranks of a pipeline wait, and what would shrink it; "" without one."""
+    batch = batch_of(config)
+    if config.parallel.pp == 1 or batch is None:
+        return ""
+    from parallel.bubble import bubble, smaller_bubbles  # imports torch's pipelines
+
+    count = batch.accumulation
+    ways = smaller_bubbles(config.model, config.parallel, count)[:3]
+    better = "; less with " + ", ".join(f"{words} ({share:.1%})" for words, share in ways) if ways else ""
+    share = bubble(config.model, config.parallel, count)
+    return f"\nbubble: {share:.1%} of the time, {config.parallel.schedule.name} with {count} micro-batches{better}"
+
+
 def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Spread, step: Step, suite: Suite) -> None:
     """What is about to be done, in a few lines."""
     say, prepared, on_gpu = place.console.say, text.prepared, place.device.type == "cuda"
@@ -233,6 +254,8 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
     assert config.sequence_length is not None
     say(f"  activations: {told(config.activations, config.model, config.sequence_length)}")
     say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
+    for line in (stages_table(config, dtype) + bubble_of(config)).splitlines():
+        say(f"  {line}")
     for line in axes_table(config, dtype).splitlines():
         say(f"  {line}")
     for better in advice(config, place.world, device_of(config, place, dtype)):

@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+from models.shapes import block_shapes, root_shapes
 from parallel.config import Dtype, ParallelConfig, Strategy
+from parallel.planning.layout import master_bytes, values
 from parallel.planning.memory import Memory, memory
+from parallel.planning.stages import costs, stages
 from parallel.planning.traffic import Batch, Traffic, traffic
 from training.config import Config, OptimizerKind
 from training.metrics.console import table
@@ -19,17 +22,19 @@ def batch_of(config: Config) -> Batch | None:
 
 
 def traffic_of(config: Config, dtype: Dtype) -> list[Traffic]:
-    """A step's collectives; none while vocabulary or batch are not known. dtype: of the computation, settled."""
+    """A step's collectives; none while vocabulary or batch are not known, or with a pipeline, whose stages the formulas
+    do not know yet. dtype: of the computation, settled."""
     batch = batch_of(config)
-    if batch is None or config.model.vocab_size is None:
+    if batch is None or config.model.vocab_size is None or config.parallel.pp > 1:
         return []
     return traffic(config.model, config.parallel, dtype, config.precision.reduce_dtype, batch, config.activations)
 
 
 def memory_of(config: Config, dtype: Dtype, parallel: ParallelConfig | None = None) -> Memory | None:
-    """A rank's memory, or what it would be with another layout; None while vocabulary or batch are not known."""
+    """A rank's memory, or what it would be with another layout; None while vocabulary or batch are not known, or with a
+    pipeline, whose stages the formulas do not know yet."""
     batch = batch_of(config)
-    if batch is None or config.model.vocab_size is None:
+    if batch is None or config.model.vocab_size is None or config.parallel.pp > 1:
         return None
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     reduce = config.precision.reduce_dtype
@@ -57,3 +62,27 @@ def axes_table(config: Config, dtype: Dtype) -> str:
         if not entry.only_numbers
     ]
     return table([["axis", "ranks", "what it does", "parts", "MB a step"]], rows, texts=4) if rows else ""
+
+
+def stages_table(config: Config, dtype: Dtype) -> str:
+    """What each stage of a pipeline has: layers, parameters, its share of the FLOPs, and the bytes of parameters,
+    gradients and optimizer state on one of its ranks; "" without a pipeline."""
+    model, parallel = config.model, config.parallel
+    if parallel.pp == 1 or model.vocab_size is None:
+        return ""
+    cut = stages(model, parallel)
+    flops = costs(model, cut)
+    block = values(block_shapes(model))
+    root = {name: values({name: shape}) for name, shape in root_shapes(replace(model, tied_head=False)).items()}
+    moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
+    rows = []
+    for stage in cut:
+        held = block * len(stage.layers)
+        held += sum(size for name, size in root.items() if (stage.first if name.startswith("embed") else stage.last))
+        state = held * master_bytes(dtype) * (2 + moments) / (parallel.tp * parallel.dp_shard)
+        layers = f"{stage.layers.start}-{stage.layers.stop - 1}" if len(stage.layers) > 1 else str(stage.layers.start)
+        ends = ["embedding"] * stage.first + ["head"] * stage.last
+        share = flops[stage.index] / sum(flops.values())
+        holds = ", ".join([f"layers {layers}", *ends])
+        rows.append([str(stage.index), str(stage.rank), holds, f"{held:,}", f"{share:.1%}", f"{state / 2**30:.2f}"])
+    return table([["stage", "pp rank", "holds", "parameters", "FLOPs", "state GiB a rank"]], rows, texts=3)

@@ -71,6 +71,12 @@ def balanced(model: ModelConfig, number: int) -> list[int]:
     return [each + 1] * more + [each] * (number - 1 - more) + [last]
 
 
+def costs(model: ModelConfig, cut: list[Stage]) -> dict[int, float]:
+    """FLOPs of a token in each stage, embedding counted as nothing."""
+    block, head = sum(block_flops_per_token(model, model.context)[:2]), head_flops_per_token(model)
+    return {stage.index: len(stage.layers) * block + (head if stage.last else 0.0) for stage in cut}
+
+
 def runs(parallel: ParallelConfig, micro_batches: int) -> bool:
     """Whether the schedule can take so many micro-batches of a step; the rules are torch's."""
     if parallel.schedule is Schedule["1f1b"]:

@@ -38,9 +38,12 @@ class Meters:
         speed: Speed,
         max_skipped: int,
         recompiles: Callable[[], int] = lambda: 0,
+        bubble_share: Callable[[], float] | None = None,
     ) -> None:
+        """bubble_share: of the steps since its last call, with a pipeline."""
         self.mesh, self.device, self.speed, self.max_skipped = mesh, device, speed, max_skipped
         self.recompiles = recompiles  # of this start so far
+        self.bubble_share = bubble_share
         self.tokens = 0  # consumed by the whole run, all its starts
         self.skipped = 0  # the same for steps
         self.skipped_in_a_row = 0
@@ -68,9 +71,11 @@ class Meters:
         seconds = (time.perf_counter() - self.since) / len(values)
         self.last_step_seconds = seconds
         waited = (data_wait_seconds - self.waited_before) / len(values)
-        recompiles = self.recompiles()
+        more: Record = {"recompiles": self.recompiles()}
+        if self.bubble_share is not None:
+            more["bubble_share"] = self.bubble_share()
         records = [
-            self._record(step, lr, row, seconds, waited) | {"recompiles": recompiles}
+            self._record(step, lr, row, seconds, waited) | more
             for (step, lr, _), row in zip(self.waiting, values, strict=True)
         ]
         self.waiting.clear()
