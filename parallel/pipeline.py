@@ -19,9 +19,17 @@ from models.roles import Role, Spec, parameter_specs, specify
 from parallel.bubble import Clock
 from parallel.config import ParallelConfig
 from parallel.local import local
-from parallel.planning.stages import Stage, stages
+from parallel.planning.stages import V_SHAPED, Stage, stages
 
 TIED, OWNER = "head.weight", "embed.tokens.weight"  # the one parameter that two stages may hold
+
+
+def sends_to_itself(parallel: ParallelConfig, device: torch.device) -> bool:
+    """Whether this torch would connect a rank that has two stages in a row to itself, which gloo cannot: seen on 2.11,
+    no longer on 2.15."""
+    return (
+        parallel.schedule in V_SHAPED and device.type == "cpu" and hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
+    )
 
 
 def stages_here(model: ModelConfig, parallel: ParallelConfig, mesh: DeviceMesh) -> list[Stage]:

@@ -70,6 +70,15 @@ def find_place(config: Config, world: World) -> Place:
     if config.parallel.async_tp and device.type != "cuda":
         reason = f"needs a GPU's symmetric memory, and the device is {device.type}"
         raise Refusal([Problem("parallel.async_tp", True, reason, "parallel.async_tp=false")])
+    if config.parallel.pp > 1:
+        from parallel.pipeline import sends_to_itself  # imports FSDP, which takes seconds
+
+        if sends_to_itself(config.parallel, device):
+            name = config.parallel.schedule.name
+            reason = f"torch {torch.__version__} cannot run this schedule over gloo"
+            raise Refusal(
+                [Problem("parallel.schedule", name, reason, "parallel.schedule=interleaved_1f1b, or torch 2.15")]
+            )
     make_deterministic(config.deterministic)
     folder = RunFolder(config.out, config.name, config.checkpoint.dir)
     console = Console() if rank == 0 else Silent()

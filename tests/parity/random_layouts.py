@@ -1,13 +1,14 @@
 """Random legal layouts of 1 to 8 ranks for random models of odd sizes, and random ways of making one illegal."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import torch
 
 from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Reduce, Schedule, Scope, Strategy
+from parallel.pipeline import sends_to_itself
 from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
 from training.check import accumulation, check
 from training.config import Config, OptimizerKind, leaves
@@ -85,7 +86,9 @@ def draw_pipeline(random: Random, config: Config, pp: int) -> int:
     parallel.pp = pp
     if pp == 1:
         return random.randint(1, 3)
-    parallel.schedule = random.choice(list(Schedule))
+    schedules = [replace(parallel, schedule=schedule) for schedule in Schedule]
+    runnable = [one.schedule for one in schedules if not sends_to_itself(one, torch.device("cpu"))]
+    parallel.schedule = random.choice(runnable)
     if parallel.schedule not in (*ONE_STAGE, *V_SHAPED):
         parallel.stages_per_rank = random.choice([None, 2, 3])
     number = pp * stages_per_rank(parallel)

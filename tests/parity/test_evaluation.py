@@ -24,6 +24,8 @@ LAYOUTS = [
     layout(2, "parallel=fsdp2 parallel.reshard_after_forward=false"),
     layout(2, "parallel=tp"),
     layout(4, "parallel=ddp parallel.tp=2"),
+    layout(2, "parallel=pp"),
+    layout(4, "parallel=fsdp2 parallel.pp=2"),
 ]
 
 

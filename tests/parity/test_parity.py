@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.pipelining import PipelineStage
 
+from parallel.planning.stages import V_SHAPED
 from tests.oracle import train
 from tests.parity.cases import SEED, Case, Training, batches, config_of, recipe_of, shape_of
 from tests.parity.compare import BOUNDS, Differences, run_cases
@@ -19,6 +21,7 @@ from tests.parity.layouts import (
     STATIC_GRAPH,
     TENSOR,
     TENSOR_ACTIVATIONS,
+    Layout,
 )
 from tests.parity.table import TABLE
 from tests.ranks import RanksFailed, run_ranks
@@ -35,6 +38,20 @@ TENSOR_FLOAT64 = {
     1: [Training("tied for tp", "sgd", "fp64"), Training("grouped heads", "adamw", "fp64")],
     3: [Training("untied for tp", "adamw", "fp64"), Training("three matrices", "sgd", "fp64")],
 }
+
+PIPELINE_TRAININGS = [
+    Training("tied for pp", "sgd", "fp64"),
+    Training("untied for pp", "adamw", "fp64"),
+    Training("tied for pp", "sgd", "fp32"),
+]
+
+
+def gloo_cannot(layout: Layout) -> pytest.MarkDecorator:
+    """On the oldest torch."""
+    v_shaped = any(f"schedule={schedule.name}" in layout.overrides for schedule in V_SHAPED)
+    old = hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
+    return pytest.mark.skipif(old and v_shaped, reason="torch 2.11 cannot run it over gloo")
+
 
 CASES = [
     *[
@@ -56,11 +73,11 @@ CASES = [
     *[Case(layout, 3, TENSOR_FLOAT64[3][1]) for layout in TENSOR_ACTIVATIONS],
     *[Case(layout, 3, Training("grouped heads", "sgd", "fp32")) for layout in TENSOR if layout.ranks == 4],
     *[
-        Case(layout, count, training)
+        pytest.param(Case(layout, count, training), marks=gloo_cannot(layout))
         for layout, count in PIPELINE
-        for training in (Training("tied for pp", "sgd", "fp64"), Training("untied for pp", "adamw", "fp64"))
+        for training in PIPELINE_TRAININGS
+        if layout.ranks == 2 or training.precision == "fp64"
     ],
-    *[Case(layout, count, Training("tied for pp", "sgd", "fp32")) for layout, count in PIPELINE if layout.ranks == 2],
     *[Case(MAIN[0], times, training) for times, trainings in TENSOR_FLOAT64.items() for training in trainings],
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],
     *[pytest.param(Case(layout, 3, TENSOR_FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED_TENSOR],
