@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ class Spread:
     def forward(self, **inputs: Tensor | str | None) -> Tensor:
         """Decoder.forward, a collective under FSDP2. With a pipeline, without gradients."""
         return self.data.call(**inputs) if self.pipeline is None else self.pipeline.forward(**inputs)
+
+    def step(self, micro_batches: list[dict[str, Any]], divisor: Tensor) -> Tensor:
+        """With a pipeline: forward and backward over a step's micro-batches (Pipeline.backward)."""
+        assert self.pipeline is not None
+        return self.pipeline.backward(micro_batches, divisor)
 
     def copy_shared(self, state: dict[str, Tensor]) -> None:
         """After a load: parameters that two stages hold, and their part of a state by name, from the one that owns

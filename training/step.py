@@ -62,7 +62,7 @@ class Step:
         divisor = everyone.clamp(min=1)
         if self.spread.pipeline is not None:
             self.phase = "the pipeline's passes"
-            loss_sum = self.spread.pipeline.backward(micro_batches, divisor)
+            loss_sum = self.spread.step(micro_batches, divisor)
         else:
             loss_sum = torch.zeros((), dtype=dtype, device=device)
             for place, inputs in enumerate(micro_batches):

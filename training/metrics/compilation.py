@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ GRAPH = re.compile(r"^\d+/\d+: ")  # the number Dynamo gives to the graph that d
 
 @dataclass
 class Pass:
-    """A forward pass and the backward pass that follows it."""
+    """A forward pass and the backward pass that follows it; with a pipeline all those of a step."""
 
     what: str
     expected: bool
@@ -92,6 +93,10 @@ class Watched(Spread):
         if not torch.is_grad_enabled():
             self.compilations.settle()  # no backward pass follows
         return result
+
+    def step(self, micro_batches: list[dict[str, Any]], divisor: Tensor) -> Tensor:
+        self.compilations.begin(micro_batches[0]["tokens"].shape)
+        return super().step(micro_batches, divisor)
 
 
 def expect(spread: Spread, what: str, shape: tuple[int, int], gradients: bool) -> None:
