@@ -51,6 +51,9 @@ def single() -> dict[str, tuple[list[Whole], Whole]]:
         layout(2, "parallel=ddp"),
         layout(2, "parallel=zero1"),
         layout(2, "parallel=fsdp2"),
+        layout(2, "parallel=ddp activations=full"),
+        layout(2, "parallel=fsdp2 activations=full"),
+        layout(2, "parallel=fsdp2 activations=segments"),
     ],
     ids=str,
 )
