@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,16 @@ def gloo_cannot(layout: Layout) -> pytest.MarkDecorator:
     return pytest.mark.skipif(old and v_shaped, reason="torch 2.11 cannot run it over gloo")
 
 
+def cases_of(layout: Layout, count: int, trainings: list[Training]) -> list[Any]:
+    """The first training is tried in every test run, the others with the slow tests."""
+    marks = [gloo_cannot(layout)]
+    first, *others = (Case(layout, count, training) for training in trainings)
+    return [
+        pytest.param(first, marks=marks),
+        *[pytest.param(case, marks=[*marks, pytest.mark.slow]) for case in others],
+    ]
+
+
 CASES = [
     *[
         Case(layout, times, training)
@@ -65,19 +76,14 @@ CASES = [
     *[Case(layout, 3, training) for layout in MAIN if layout.ranks == 4 for training in FLOAT32],
     *[Case(MAIN[0], 1, training) for training in FLOAT32],
     *[
-        Case(layout, times, training)
+        case
         for layout in TENSOR
         for times, trainings in TENSOR_FLOAT64.items()
-        for training in trainings
+        for case in cases_of(layout, times, trainings)
     ],
     *[Case(layout, 3, TENSOR_FLOAT64[3][1]) for layout in TENSOR_ACTIVATIONS],
     *[Case(layout, 3, Training("grouped heads", "sgd", "fp32")) for layout in TENSOR if layout.ranks == 4],
-    *[
-        pytest.param(Case(layout, count, training), marks=gloo_cannot(layout))
-        for layout, count in PIPELINE
-        for training in PIPELINE_TRAININGS
-        if layout.ranks == 2 or training.precision == "fp64"
-    ],
+    *[case for layout, count in PIPELINE for case in cases_of(layout, count, PIPELINE_TRAININGS)],
     *[Case(MAIN[0], times, training) for times, trainings in TENSOR_FLOAT64.items() for training in trainings],
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],
     *[pytest.param(Case(layout, 3, TENSOR_FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED_TENSOR],
@@ -96,7 +102,7 @@ def run(cases: list[Case], folder: Path) -> dict[Case, Differences | RanksFailed
     """Runs cases of as many ranks in one go. If it fails, each layout alone, to see which it is."""
     ranks = cases[0].layout.ranks
     try:
-        of_ranks = run_ranks(ranks, run_cases, [(case, config_of(case)) for case in cases], folder, timeout=400)
+        of_ranks = run_ranks(ranks, run_cases, [(case, config_of(case)) for case in cases], folder, timeout=800)
     except RanksFailed as error:
         layouts = {case.layout for case in cases}
         if len(layouts) == 1:
