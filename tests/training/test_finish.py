@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.apply import Spread
+from parallel.config import Scope
 from training.config import Config
 from training.finish import next_ways, sample
 from training.folder import RunFolder
@@ -16,7 +17,7 @@ from training.tokenizers import Bytes
 class Likes:
     """A model of 300 tokens that wants the one the tokenizer lacks, and next to it an "a"."""
 
-    model = nn.Identity()
+    model, compiled = nn.Identity(), Scope.none
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = torch.zeros(*tokens.shape, 300)
