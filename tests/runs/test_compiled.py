@@ -167,11 +167,11 @@ def test_micro_batches_that_are_tried_are_announced(runs: Runs, tmp_path: Path) 
 def test_names_and_checkpoints_are_those_of_a_plain_run(runs: Runs, tmp_path: Path) -> None:
     """Either goes on from the other's checkpoint."""
     started, longer = f"{MICRO} steps=4 checkpoint.every=4", "steps=6 checkpoint.allow_changes=[steps]"
-    for name, first, then in (("plain", "none", "block"), ("compiled", "block", "model")):
+    for name, first, then in (("names-plain", "none", "block"), ("names-compiled", "block", "model")):
         runs.finish(name, f"{started} compile={first}", partial(graphs, tmp_path / "first"))
         runs.finish(name, f"{started} {longer} compile={then}", partial(graphs, tmp_path / "then"))
     for step in (4, 6):
-        plain, compiled = runs.state("plain", step), runs.state("compiled", step)
+        plain, compiled = runs.state("names-plain", step), runs.state("names-compiled", step)
         assert compiled.keys() == plain.keys()
         for key, value in plain.items():
             np.testing.assert_allclose(compiled[key], value, rtol=1e-3, atol=1e-5)
