@@ -77,4 +77,4 @@ def test_the_measured_bubble_is_the_simulated_one(schedule: Schedule) -> None:
     expected = simulate(orders(parallel, MICRO_BATCHES), dict.fromkeys(range(number), 1.0))
     for found in run_ranks(2, measured, parallel, timeout=120):
         least_disturbed = min(found, key=lambda share: abs(share - expected))
-        assert least_disturbed == pytest.approx(expected, rel=0.1, abs=0.02), found
+        assert least_disturbed == pytest.approx(expected, rel=0.1, abs=0.04), found

@@ -73,7 +73,7 @@ CASES = [
     ],
     *[Case(layout, 3, Training("tied", "sgd", "fp64")) for layout in [*OPTIONS, *ACTIVATIONS]],
     Case(STATIC_GRAPH, 1, Training("tied", "sgd", "fp64")),
-    *[Case(layout, 3, training) for layout in MAIN if layout.ranks == 4 for training in FLOAT32],
+    *[case for layout in MAIN if layout.ranks == 4 for case in cases_of(layout, 3, FLOAT32)],
     *[Case(MAIN[0], 1, training) for training in FLOAT32],
     *[
         case
@@ -82,7 +82,16 @@ CASES = [
         for case in cases_of(layout, times, trainings)
     ],
     *[Case(layout, 3, TENSOR_FLOAT64[3][1]) for layout in TENSOR_ACTIVATIONS],
-    *[Case(layout, 3, Training("grouped heads", "sgd", "fp32")) for layout in TENSOR if layout.ranks == 4],
+    *[
+        pytest.param(Case(layout, 3, Training("grouped heads", "sgd", "fp32")), marks=pytest.mark.slow)
+        for layout in TENSOR
+        if layout.ranks == 4 and layout.overrides != "parallel=fsdp2 parallel.tp=2"
+    ],
+    *[
+        Case(layout, 3, Training("grouped heads", "sgd", "fp32"))
+        for layout in TENSOR
+        if layout.overrides == "parallel=fsdp2 parallel.tp=2"
+    ],
     *[case for layout, count in PIPELINE for case in cases_of(layout, count, PIPELINE_TRAININGS)],
     *[Case(MAIN[0], times, training) for times, trainings in TENSOR_FLOAT64.items() for training in trainings],
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],

@@ -139,6 +139,7 @@ def do_by_ranks(doing: Doing, tasks: list[tuple[Path, Drawn]]) -> dict[tuple[Pat
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_checkpoints_move_between_random_layouts(tmp_path: Path) -> None:
     print(f"LAYOUTS_SEED={SEED}")
