@@ -77,7 +77,9 @@ TENSOR_ACTIVATIONS = [
 COMPILED = [
     layout(1, "parallel=single compile=model"),
     layout(2, "parallel=ddp compile=block"),
+    layout(2, "parallel=ddp compile=model"),
     layout(2, "parallel=fsdp2 compile=block"),
+    layout(2, "parallel=fsdp2 compile=model"),
     layout(1, "parallel=single compile=block activations=budget activations.budget=0.3"),
     layout(1, "parallel=single compile=block activations=offload"),
     layout(1, "parallel=single compile=model activations=segments"),
