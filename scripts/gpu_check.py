@@ -18,16 +18,15 @@ from time import perf_counter
 import torch
 
 from models.flops import flops_per_token
-from parallel.apply import Spread, parallelize
 from parallel.precision import settle as settle_precision
+from training.build import speed_of, spread_model
 from training.check import settle
 from training.compose import compose, refusing
-from training.config import Config
 from training.memory import used_bytes
 from training.metrics.console import table
 from training.metrics.throughput import mfu
 from training.optimizers.build import build_optimizer
-from training.place import Place, connect, disconnect, find_place
+from training.place import connect, disconnect, find_place
 from training.step import Step, StepResult
 
 REFERENCE = "precision=fp32 compile=none activations=none"
@@ -87,7 +86,7 @@ class Trained:
         self.place = find_place(self.config, settle(self.config, chosen))
         self.config.model.vocab_size = self.config.model.vocab_size or 50257
         connect(self.config, self.place)
-        spread = build(self.config, self.place)
+        spread = spread_model(self.config, self.place, settle_precision(self.config.precision, self.place.device))
         self.step = Step(spread, self.place.mesh, build_optimizer(self.config.optimizer, spread.model), clip_norm=1.0)
         self.generator = torch.Generator().manual_seed(0)
 
@@ -120,21 +119,6 @@ class Trained:
             torch.cuda.reset_peak_memory_stats()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
-
-
-def build(config: Config, place: Place) -> Spread:
-    dtype = settle_precision(config.precision, place.device)
-    return parallelize(
-        config.model,
-        place.mesh,
-        config.parallel,
-        dtype,
-        config.precision.reduce_dtype,
-        config.compile,
-        config.activations,
-        config.seed,
-        place.device,
-    )
 
 
 def losses_and_norms(words: str, device: str) -> list[tuple[float, float]]:
@@ -194,8 +178,6 @@ def speed(model: str, words: str, device: str) -> list[str]:
 
 
 def mfu_of(trained: Trained, tokens_per_second: float) -> float | None:
-    from training.build import speed_of
-
     config = trained.config
     dtype = settle_precision(config.precision, trained.place.device)
     peak = speed_of(config, trained.place, dtype, trained.tokens).peak_flops

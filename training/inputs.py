@@ -6,13 +6,14 @@ from training.adopt import load_problems
 from training.checkpoint import folders
 from training.config import Config, DataKind, TokenizerKind
 from training.data import corpus
+from training.folder import RunFolder
 from training.refusal import Problem, Refusal
 
 
 def input_problems(config: Config) -> list[Problem]:
     """What would be refused when it is opened. With check_only the tokenizer is built too, which may download it."""
     problems: list[Problem] = []
-    if config.checkpoint.load is not None:
+    if config.checkpoint.load is not None and (config.eval_only or not _goes_on(config)):
         found = folders.find(config.checkpoint.load)
         if isinstance(found, Problem):
             problems.append(found)
@@ -27,6 +28,12 @@ def input_problems(config: Config) -> list[Problem]:
 
         problems += _refused(lambda: build(config.tokenizer))
     return problems
+
+
+def _goes_on(config: Config) -> bool:
+    """Whether the run has a checkpoint of its own, so that it no longer needs the one it started from."""
+    assert config.name is not None
+    return bool(folders.whole(RunFolder(config.out, config.name, config.checkpoint.dir).checkpoints))
 
 
 def _refused(action: Callable[[], object]) -> list[Problem]:

@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from parallel.config import Strategy
 from tests.training.test_command import mutated
 from training.check import describe, settle
+from training.checkpoint import folders
 from training.command import CONFIGS, ROOT
 from training.compose import check_command, compose, refusing
 from training.config import Config, OptimizerKind, leaves
@@ -192,6 +193,18 @@ def test_problems_of_a_file_and_between_keys_are_told_together(folder: Path) -> 
 )
 def test_what_a_config_names_must_be_there(argv: list[str], key: str) -> None:
     assert [problem.key for problem in refused("check_only=true", *argv)] == [key]
+
+
+def test_a_run_that_goes_on_no_longer_needs_what_it_started_from(tmp_path: Path) -> None:
+    words = [f"out={tmp_path}", "checkpoint.load=/nowhere"]
+    assert [problem.key for problem in refused(*words)] == ["checkpoint.load"]
+    own = folders.folder_of(tmp_path / "gpt2_nano" / "checkpoints", 5)
+    own.mkdir(parents=True)
+    (own / folders.TENSOR_INDEX).write_text("index")
+    folders.complete(own, 5, {}, {})
+    settled(*words)
+    assert [problem.key for problem in refused(*words, "name=another")] == ["checkpoint.load"]
+    assert "checkpoint.load" in [problem.key for problem in refused(*words, "eval_only=true")]
 
 
 def test_the_command_line_says_which_of_two_ways_stands(folder: Path) -> None:
