@@ -31,6 +31,7 @@ from training.files import write_json
 from training.keys import show
 from training.metrics import records
 from training.metrics.console import table
+from training.nearby import counted
 from training.refusal import Problem, Refusal
 from training.resolve import World, resolve
 
@@ -196,10 +197,6 @@ def problems_of(config: Config) -> list[Problem]:
     return found
 
 
-def count(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
-
-
 def benchmark(ranks: int, pairs: int, warmup: int, words: list[str], folder: Path) -> str:
     """The table. Raises Refusal, EndedEarly and subprocess.CalledProcessError."""
     steps = warmup + pairs + 1  # the last would save
@@ -239,13 +236,11 @@ def benchmark(ranks: int, pairs: int, warmup: int, words: list[str], folder: Pat
         ["command to first step (s)", f"{our_start:.1f}", f"{their_start:.1f}"],
         ["peak memory alone, rank 0 (GiB)", f"{our_memory / 2**30:.2f}", f"{their_memory / 2**30:.2f}"],
     ]
-    micro = (
-        f"{count(accumulation(config, world), 'micro-batch')} of {config.micro_batch} x {config.sequence_length} tokens"
-    )
+    micro_batches = counted(accumulation(config, world), "micro-batch")
     return "\n".join(
         [
-            f"{config.parallel.strategy.name} on {count(ranks, 'rank')}, {tokens:,} tokens a step, on each rank "
-            f"{micro}",
+            f"{config.parallel.strategy.name} on {counted(ranks, 'rank')}, {tokens:,} tokens a step, on each rank "
+            f"{micro_batches} of {config.micro_batch} x {config.sequence_length} tokens",
             table([["", "framework", "plain loop"]], rows),
             f"framework / plain loop, time of a step: median {statistics.median(ratios):.4f} ({low:.4f} to {high:.4f} "
             f"with {LEVEL:.0%} confidence), {pairs} pairs; of all steps together {sum(ours) / sum(theirs):.4f}",

@@ -1,0 +1,276 @@
+"""Rules of the keys that say how the model is spread and computed: parallel, compile, activations. No torch here."""
+
+import math
+from collections.abc import Iterator
+
+from parallel.config import ActivationsConfig, ParallelConfig, Recompute, Reduce, Scope, Strategy
+from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
+from training.config import Config
+from training.nearby import alternatives, around, counted, divisors_around, legal_numbers
+from training.refusal import Problem
+from training.resolve import DEGREES, World, data_ranks
+
+DDP_KEYS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
+PP_KEYS = ("schedule", "stages_per_rank", "stage_layers")
+FSDP2_KEYS = ("reshard_after_forward", "reshard_after_backward", "prefetch_forward", "prefetch_backward", "cpu_offload")
+
+
+def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
+    parallel = config.parallel
+    for axis, what in (("cp", "context"), ("ep", "expert")):
+        if getattr(parallel, axis) != 1:
+            yield Problem(
+                f"parallel.{axis}",
+                getattr(parallel, axis),
+                f"{what} parallelism is not in this version",
+                f"parallel.{axis}=1",
+            )
+    yield from _strategy(parallel, world)
+    yield from _tensor(config)
+    yield from _pipeline(config)
+    reshard, shards = parallel.reshard_after_forward, parallel.dp_shard
+    whole = parallel.strategy is Strategy.fsdp2 and shards >= 1
+    if whole and not isinstance(reshard, bool) and (reshard < 1 or shards % reshard != 0):
+        reason = f"a number of ranks to reshard to must divide parallel.dp_shard={shards}"
+        legal = alternatives("parallel.reshard_after_forward", divisors_around(shards, reshard))
+        yield Problem("parallel.reshard_after_forward", reshard, reason, f"{legal}, true or false")
+    if parallel.strategy is Strategy.ddp and parallel.reduce is Reduce.micro_batch:
+        reason = "ddp sums gradients once a step: a sum in each micro-batch would count the earlier ones again"
+        yield Problem("parallel.reduce", "micro_batch", reason, "parallel.reduce=step, or parallel=fsdp2")
+    if parallel.static_graph and _micro_batches(config) not in (1, None):
+        reason = "torch's static graph needs the gradients to be summed in the first backward pass"
+        yield Problem("parallel.static_graph", True, reason, "one micro-batch a step (a larger micro_batch), or false")
+    default = ParallelConfig()
+    for strategy, names in ((Strategy.ddp, DDP_KEYS), (Strategy.fsdp2, FSDP2_KEYS)):
+        for name in names if parallel.strategy is not strategy else ():
+            if getattr(parallel, name) != getattr(default, name):
+                reason = f"is a key of {strategy.name}; the strategy is {parallel.strategy.name}"
+                instead = f"parallel={strategy.name}, or leave it out"
+                yield Problem(f"parallel.{name}", getattr(parallel, name), reason, instead)
+
+
+def _micro_batches(config: Config) -> int | None:
+    """Of a rank in a step; None while it is not known."""
+    batch, micro, ranks = config.batch_sequences, config.micro_batch, data_ranks(config)
+    if batch is None or not isinstance(micro, int) or micro < 1 or ranks < 1:
+        return None
+    return batch // (micro * ranks)
+
+
+def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
+    """Whether the degrees use all ranks, each in a way the strategy knows."""
+    degrees = {name: getattr(parallel, name) for name in DEGREES}
+    if parallel.strategy is Strategy.single:
+        for name in ("dp_replicate", "dp_shard"):
+            if degrees[name] > 1:
+                instead = "parallel=ddp" if name == "dp_replicate" else "parallel=fsdp2"
+                yield Problem(f"parallel.{name}", degrees[name], "parallel=single uses one rank", instead)
+        used = math.prod(degrees.values())
+        if world.ranks > 1 and used == 1:
+            reason = f"uses one rank, and there are {world.ranks}"
+            yield Problem(
+                "parallel", "single", reason, "parallel=fsdp2 or parallel=ddp, or start one rank with `python train.py`"
+            )
+        elif used > 1 and used != world.ranks:
+            axis = "tp" if degrees["tp"] > 1 else "pp"
+            instead = f"parallel.{axis}={degrees[axis] * world.ranks // used}"
+            if world.ranks % used == 0:
+                kept = " ".join(f"parallel.{name}={degrees[name]}" for name in ("pp", "tp") if degrees[name] > 1)
+                instead += f", or parallel=fsdp2 {kept} for the others to share the model's state"
+            yield Problem(f"parallel.{axis}", degrees[axis], f"uses {used} ranks, and there are {world.ranks}", instead)
+        return
+    if parallel.strategy is Strategy.ddp and degrees["dp_shard"] != 1:
+        yield Problem(
+            "parallel.dp_shard",
+            degrees["dp_shard"],
+            "ddp keeps the model whole on each rank",
+            "parallel=fsdp2 or parallel=hsdp",
+        )
+        return
+    illegal = any(degree < 1 and degree != -1 for degree in degrees.values()) or world.ranks < 1
+    if illegal or degrees["cp"] != 1:
+        return
+    unknown = [axis for axis in ("pp", "tp") if degrees[axis] == -1]
+    for axis in unknown:  # what is one -1 alone was filled in
+        reason = f"is the rest of the {counted(world.ranks, 'rank')}, and that is not known or no whole number"
+        yield Problem(f"parallel.{axis}", -1, reason, f"parallel.{axis}=2, or another number")
+    if unknown:
+        return
+    there = world.ranks  # for data parallelism, when the others have theirs
+    for axis in ("tp", "pp"):
+        if there % degrees[axis] != 0:
+            reason = f"does not divide the {counted(there, 'rank')} there are"
+            legal = alternatives(f"parallel.{axis}", divisors_around(there, degrees[axis]))
+            yield Problem(f"parallel.{axis}", degrees[axis], reason, legal)
+            return
+        there //= degrees[axis]
+    replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
+    if replicate * shard == there:
+        return
+    others = [f"{axis} {degrees[axis]}" for axis in ("pp", "tp") if degrees[axis] > 1]
+    ranks = counted(there, "rank") + (f" (times {' x '.join(others)})" if others else "")
+    if parallel.strategy is Strategy.ddp:
+        reason = f"there are {ranks}, each with a copy of the model"
+        yield Problem(
+            "parallel.dp_replicate", replicate, reason, f"parallel.dp_replicate={there}, or -1 for all there are"
+        )
+        return
+    name, degree = ("dp_shard", shard) if shard != -1 else ("dp_replicate", replicate)
+    pairs = [(legal, there // legal) for legal in divisors_around(there, degree)]
+    if name == "dp_replicate":
+        pairs = [(second, first) for first, second in pairs]
+    written = " x ".join(f"{n}={d}" for n, d in (("dp_replicate", replicate), ("dp_shard", shard)) if d != -1)
+    if -1 in (replicate, shard):
+        reason = f"{written} does not divide the {ranks} there are"
+    else:
+        reason = f"{written} is {replicate * shard}, and there are {ranks}"
+    choices = " or ".join(f"parallel.dp_shard={s} parallel.dp_replicate={r}" for s, r in pairs)
+    yield Problem(f"parallel.{name}", degree, reason, f"{choices}; or -1 in one of them for the ranks that are left")
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    """Whether there are layers for every stage, and micro-batches as the schedule needs them."""
+    parallel, layers, pp = config.parallel, config.model.layers, config.parallel.pp
+    if pp == 1:
+        for name in PP_KEYS:
+            if getattr(parallel, name) != getattr(ParallelConfig(), name):
+                yield Problem(
+                    f"parallel.{name}", getattr(parallel, name), "there is one stage", "parallel.pp=2, or leave it out"
+                )
+        return
+    if pp < 2 or layers < 1:
+        return
+    each, fixed = stages_per_rank(parallel), parallel.schedule in (*ONE_STAGE, *V_SHAPED)
+    if parallel.stages_per_rank is not None and fixed and parallel.stages_per_rank != each:
+        reason = f"a rank has {counted(each, 'stage')} in the schedule {parallel.schedule.name}"
+        instead = "leave it out, or parallel.schedule=interleaved_1f1b"
+        yield Problem("parallel.stages_per_rank", parallel.stages_per_rank, reason, instead)
+    if layers < pp * each:
+        reason = (
+            f"is {counted(pp * each, 'stage')} with {each} on each rank, and the model has {counted(layers, 'layer')}"
+        )
+        fewer = [f"parallel.pp={layers // each}"] if layers // each > 1 else []
+        fewer += ["parallel.schedule=1f1b"] if each > 1 and layers >= pp else []
+        yield Problem("parallel.pp", pp, reason, " or ".join([*fewer, f"model.layers={pp * each}"]))
+    elif parallel.stage_layers is not None:
+        given = parallel.stage_layers
+        if len(given) != pp * each or sum(given) != layers or min(given) < 1:
+            reason = f"must be {counted(pp * each, 'number')} of at least 1 that add up to model.layers={layers}"
+            instead = f"parallel.stage_layers=[{','.join(map(str, _evenly(layers, pp * each)))}], or null"
+            yield Problem("parallel.stage_layers", given, reason, instead)
+    count = _micro_batches(config)
+    if config.micro_batch == "auto":
+        yield Problem("micro_batch", "auto", "is not found out with a pipeline", "micro_batch=1, or another number")
+    elif count is not None and count >= 1 and not runs(parallel, count):
+        assert config.batch_sequences is not None and isinstance(config.micro_batch, int)
+        micro, rank = config.micro_batch, config.batch_sequences // data_ranks(config)
+        sizes = [size for size in range(1, rank + 1) if rank % size == 0 and runs(parallel, rank // size)]
+        more = next(n for n in range(count, count + 4 * pp + 1) if runs(parallel, n) and n >= pp)
+        batch = more * micro * data_ranks(config)
+        reason = (
+            f"leaves {counted(count, 'micro-batch')} of a step, which the schedule {parallel.schedule.name} cannot take"
+        )
+        near = sorted(sizes, key=lambda size: abs(size - micro))[:2]
+        written = [alternatives("micro_batch", sorted(near))] if near else []
+        yield Problem("micro_batch", micro, reason, " or ".join([*written, f"batch_sequences={batch}"]))
+    if parallel.schedule in SPLIT:
+        if parallel.strategy is Strategy.fsdp2 and parallel.reshard_after_forward is not False:
+            reason = (
+                f"{parallel.schedule.name} computes gradients in two passes, between which parameters must stay whole"
+            )
+            yield Problem(
+                "parallel.reshard_after_forward",
+                parallel.reshard_after_forward,
+                reason,
+                "parallel.reshard_after_forward=false",
+            )
+        if config.compile.scope in (Scope.block, Scope.model):
+            reason = f"{parallel.schedule.name} computes gradients in two passes, which torch cannot compile"
+            yield Problem("compile.scope", config.compile.scope.name, reason, "compile=none, or parallel.schedule=1f1b")
+        if config.activations.mode not in (Recompute.auto, Recompute.none):
+            reason = f"{parallel.schedule.name} computes gradients in two passes, and torch computes again only once"
+            instead = "activations=none, or parallel.schedule=1f1b"
+            yield Problem("activations.mode", config.activations.mode.name, reason, instead)
+    if parallel.reduce is Reduce.micro_batch:
+        reason = "a pipeline sums gradients once a step"
+        yield Problem("parallel.reduce", "micro_batch", reason, "parallel.reduce=auto")
+
+
+def _evenly(layers: int, stages: int) -> list[int]:
+    each, more = divmod(layers, stages)
+    return [each + (place < more) for place in range(stages)]
+
+
+def _tensor(config: Config) -> Iterator[Problem]:
+    """What tensor parallelism cuts must divide, or be enough for every rank to have some."""
+    model, parallel, tp = config.model, config.parallel, config.parallel.tp
+    if parallel.async_tp:
+        if tp == 1:
+            yield Problem("parallel.async_tp", True, "there is no tensor parallelism", "parallel.tp=2, or leave it out")
+        if config.hardware.device == "cpu":
+            reason = "needs a GPU's symmetric memory, and hardware.device is cpu"
+            yield Problem("parallel.async_tp", True, reason, "parallel.async_tp=false")
+        if config.compile.scope is Scope.none:
+            reason = "is done by the compiler, and compile.scope is none"
+            yield Problem("parallel.async_tp", True, reason, "compile=block, or parallel.async_tp=false")
+    if tp < 2:
+        return
+    heads, kv_heads = model.heads, model.key_value_heads
+    if legal_numbers(heads, kv_heads) and (heads % tp != 0 or kv_heads % tp != 0):
+        cut = f"model.heads={heads}" if heads == kv_heads else f"model.heads={heads} and model.kv_heads={kv_heads}"
+        legal = alternatives("parallel.tp", divisors_around(math.gcd(heads, kv_heads), tp))
+        yield Problem("parallel.tp", tp, f"heads are shared out whole, and it does not divide {cut}", legal)
+    for name, length in (("sequence_length", config.sequence_length), ("model.context", model.context)):
+        if length is not None and length >= 1 and length % tp != 0:
+            degrees = alternatives("parallel.tp", divisors_around(length, tp))
+            instead = f"{alternatives(name, around(length, tp))}, or {degrees}"
+            yield Problem(name, length, f"sequences are cut into parallel.tp={tp} equal parts", instead)
+    empty = f"cut over parallel.tp={tp} as torch.chunk does leaves a rank with nothing"
+    if not _enough(model.feedforward_dim, tp):
+        legal = alternatives("model.ffn_dim", around(model.feedforward_dim, tp))
+        yield Problem("model.ffn_dim", model.feedforward_dim, empty, legal)
+    if legal_numbers(model.vocab_size, model.vocab_multiple) and not _enough(model.padded_vocab_size, tp):
+        reason = f"a vocabulary of {model.padded_vocab_size} rows {empty}"
+        yield Problem("model.vocab_multiple", model.vocab_multiple, reason, f"model.vocab_multiple={tp}")
+    if parallel.strategy is Strategy.ddp:
+        for name in DDP_KEYS:
+            if getattr(parallel, name) != getattr(ParallelConfig(), name):
+                reason = "is a key of torch's DDP, which serves where parallel.tp is 1"
+                yield Problem(f"parallel.{name}", getattr(parallel, name), reason, "leave it out")
+
+
+def _enough(size: int, ranks: int) -> bool:
+    """Whether every rank has some, where all but the last ones have as much as the first. Sizes below 1 are told by
+    another rule."""
+    return size < 1 or -(-size // ranks) * (ranks - 1) < size
+
+
+def compile_rules(config: Config, world: World) -> Iterator[Problem]:
+    compile, parallel = config.compile, config.parallel
+    if compile.dynamic and compile.scope is Scope.none:
+        yield Problem("compile.dynamic", True, "nothing is compiled", "compile=block, or leave it out")
+    if compile.scope is Scope.model and parallel.strategy is Strategy.ddp and 0 < parallel.bucket_cap_mb < 1:
+        reason = "the compiler cuts the model's graph at DDP's buckets, of which the first has 1 MB"
+        yield Problem(
+            "parallel.bucket_cap_mb", parallel.bucket_cap_mb, reason, "parallel.bucket_cap_mb=1, or compile=block"
+        )
+
+
+def activations_rules(config: Config, world: World) -> Iterator[Problem]:
+    activations, layers, default = config.activations, config.model.layers, ActivationsConfig()
+    mode, segments = activations.mode, activations.segments
+    for user in (Recompute.segments, Recompute.every_n, Recompute.budget):
+        value = getattr(activations, user.name)
+        if mode is not user and value != getattr(default, user.name):
+            reason = f"is a key of activations={user.name}; the mode is {mode.name}"
+            yield Problem(f"activations.{user.name}", value, reason, f"activations={user.name}, or leave it out")
+    if mode is Recompute.segments and segments is not None and legal_numbers(layers) and segments > layers:
+        reason = f"a segment is one block at least, and there are {layers}"
+        instead = f"activations.segments={layers}, or null for the square root of the layers"
+        yield Problem("activations.segments", segments, reason, instead)
+    scope = config.compile.scope
+    compiled = scope in (Scope.block, Scope.model) or (scope is Scope.auto and config.hardware.device == "cuda")
+    if mode is Recompute.budget and not compiled:
+        only = ", which compiles on a GPU only" if scope is Scope.auto else ""
+        reason = f"is torch's choice in a compiled graph, and compile.scope is {scope.name}{only}"
+        yield Problem("activations.mode", "budget", reason, "compile=block or compile=model, or activations=selective")
