@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
+    """Whether it is a DTensor. Not for code that is compiled: while Dynamo traces it says no of each."""
     return hasattr(tensor, "to_local")
 
 

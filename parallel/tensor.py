@@ -28,7 +28,7 @@ from models.decoder import Decoder
 from models.embedding import Embedding
 from models.feedforward import FeedForward
 from models.head import IGNORED, Head, TokenLoss, softcapped
-from parallel.local import is_cut, local, local_region
+from parallel.local import is_cut, local_region
 
 SEQUENCE = Shard(1)  # of [batch, seq, dim]
 
@@ -50,14 +50,16 @@ class OnShares(ParallelStyle):
 
 
 def _normalize(norm: nn.LayerNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    weight, bias = (None if value is None else local(value) for value in (norm.weight, norm.bias))
+    own: Any = (norm.weight, norm.bias)  # bias is None without biases
+    weight, bias = (None if value is None else value.to_local() for value in own)
     return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
 
 def _look_up_positions(table: nn.Embedding, mesh: DeviceMesh, positions: Tensor) -> Tensor:
     """positions: of the whole sequence, [seq] or [batch, seq]. Returns vectors of this rank's share."""
+    weight: Any = table.weight
     share = positions.shape[-1] // mesh.size()
-    return F.embedding(positions.narrow(-1, mesh.get_local_rank() * share, share), local(table.weight))
+    return F.embedding(positions.narrow(-1, mesh.get_local_rank() * share, share), weight.to_local())
 
 
 class VocabularyTable(ParallelStyle):
