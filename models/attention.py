@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models.config import Attention as Kernel
 from models.config import ModelConfig
+from models.mix import Mix
 from models.roles import Role, Spec, specify
 
 
@@ -53,7 +54,7 @@ class Attention(nn.Module):
     Rows of `qkv` lie in groups, one a head of keys and values: the q of its heads, its k, its v. So a cut of dimension
     0 between groups cuts whole heads."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         dim, bias, groups = config.dim, Spec(Role.bias), config.key_value_heads
         self.head_dim = dim // config.heads
@@ -69,13 +70,20 @@ class Attention(nn.Module):
             self.q = linear(dim, config.init_std)
             self.k = linear(groups * self.head_dim, config.init_std)
             self.v = linear(groups * self.head_dim, config.init_std)
+        self.mix = None if config.value_table(layer) is None else Mix(own=0.5, embedding=0.5)
         self.core = AttentionCore(config.attention, config.dropout)
         self.out = linear(dim, config.init_std / math.sqrt(2 * config.layers))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """x: [batch, seq, dim]. Returns the same shape."""
-        q, k, v = (part.transpose(1, 2) for part in self._heads(x))
+    def forward(
+        self, x: Tensor, positions: Tensor | None, documents: Tensor | None, values: Tensor | None = None
+    ) -> Tensor:
+        """x: [batch, seq, dim]; values: a ValueEmbedding's vectors, where the block has one. Returns the shape of x."""
+        q, k, v = self._heads(x)
+        if self.mix is not None:
+            assert values is not None
+            v = self.mix(v, values.unflatten(-1, (-1, self.head_dim)))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         attended = self.core(q, k, v, positions, documents)
         return self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
 

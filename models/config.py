@@ -43,6 +43,17 @@ class ModelConfig:
         "weight of the square of each token's log-sum of scores, added to the gradient; the loss shown is without it",
     )
     tied_head: bool = key(True, "the head shares the embedding's weight")
+    x0: bool = key(False, "each block begins with a learned mix of the stream and of what the embedding gave")
+    skips: bool = key(
+        False,
+        "blocks of the second half also mix in what those of the first half gave: the first's goes to the last, "
+        "as in a U-net",
+    )
+    value_embeddings: int = key(
+        0,
+        "tables with a vector for each token that is mixed into the values of attention; table i serves block i and "
+        "the block that many from the end",
+    )
     norm_eps: float = key(1e-5, "added to the variance in LayerNorm")
     dropout: float = key(
         0.0, "share of activations dropped in training, after the embedding, in attention and before each residual sum"
@@ -66,6 +77,38 @@ class ModelConfig:
     @property
     def feedforward_dim(self) -> int:
         return 4 * self.dim if self.ffn_dim is None else self.ffn_dim
+
+    @property
+    def key_value_dim(self) -> int:
+        return self.key_value_heads * (self.dim // self.heads)
+
+    def leaves_skip(self, layer: int) -> bool:
+        """Whether a later block mixes in what this one gives."""
+        return self.skips and layer < self.layers // 2
+
+    def takes_skip(self, layer: int) -> bool:
+        return self.leaves_skip(self.layers - 1 - layer)
+
+    def stream_tensors(self, layer: int) -> int:
+        """How many tensors of shape [batch, seq, dim] the stream has before a block: x, x0, and the skips that are
+        open."""
+        left = sum(map(self.leaves_skip, range(layer)))
+        return 1 + self.x0 + left - sum(map(self.takes_skip, range(layer)))
+
+    def value_table(self, layer: int) -> int | None:
+        """The first block that uses the value embedding of a block; None where it has none."""
+        first = layer if layer < self.layers - self.value_embeddings else layer - self.layers + self.value_embeddings
+        return first if first < self.value_embeddings else None
+
+    @property
+    def shared_parameters(self) -> dict[str, str]:
+        """Second names of parameters of the whole model, and the first."""
+        head = {"head.weight": "embed.tokens.weight"} if self.tied_head else {}
+        tables = {layer: self.value_table(layer) for layer in range(self.layers)}
+        seconds = {layer: first for layer, first in tables.items() if first is not None and first != layer}
+        return head | {
+            f"values.{layer}.table.weight": f"values.{first}.table.weight" for layer, first in seconds.items()
+        }
 
     @property
     def padded_vocab_size(self) -> int:

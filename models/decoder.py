@@ -7,13 +7,15 @@ from torch import Tensor, nn
 
 from models.attention import Attention
 from models.config import ModelConfig
-from models.embedding import Embedding
+from models.embedding import Embedding, ValueEmbedding
 from models.feedforward import FeedForward
 from models.head import Head, Reduction
+from models.mix import Mix
 from models.roles import Role, Spec, specify
 
 Ends = tuple[bool, bool]  # the embedding; norm and head
-Stream = tuple[Tensor, ...]  # what goes from block to block: x [batch, seq, dim] first
+Stream = tuple[Tensor, ...]  # what goes from block to block, each [batch, seq, dim]: x, x0, the open skips
+Values = Sequence[Tensor | None]  # of each block what its value embedding gives
 
 
 def layer_norm(config: ModelConfig) -> nn.Module:
@@ -22,28 +24,48 @@ def layer_norm(config: ModelConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalized before and added to the residual stream."""
+    """Attention and feed-forward, each normalized before and added to the residual stream, which may begin as a mix of
+    what the block before gave, what the embedding gave, and a skip."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.takes_x0 = config.x0
+        self.takes_skip, self.leaves_skip = config.takes_skip(layer), config.leaves_skip(layer)
+        mixed = {"x": 1.0} | ({"x0": 0.0} if self.takes_x0 else {}) | ({"skip": 1.0} if self.takes_skip else {})
+        self.mix = Mix(**mixed) if len(mixed) > 1 else None
         self.attention_norm = layer_norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.feedforward_norm = layer_norm(config)
         self.feedforward = FeedForward(config)
 
-    def forward(self, x: Tensor, *, positions: Tensor | None, documents: Tensor | None) -> Stream:
-        x = x + self.attention(self.attention_norm(x), positions, documents)
-        return (x + self.feedforward(self.feedforward_norm(x)),)
+    def forward(
+        self, x: Tensor, *mixed: Tensor, positions: Tensor | None, documents: Tensor | None, values: Tensor | None
+    ) -> Tensor:
+        """x, and each of what is mixed into it: [batch, seq, dim]. Returns the same shape."""
+        if self.mix is not None:
+            x = self.mix(x, *mixed)
+        x = x + self.attention(self.attention_norm(x), positions, documents, values)
+        return x + self.feedforward(self.feedforward_norm(x))
 
 
 class Walk(nn.Module):
     """The way of the stream through the blocks, a child without parameters. What groups blocks, such as recomputation
     in segments, replaces it."""
 
-    def forward(self, blocks: Sequence[nn.Module], stream: Stream, **inputs: Tensor | None) -> Stream:
-        for block in blocks:
-            stream = block(*stream, **inputs)
+    def forward(self, blocks: Sequence[Block], stream: Stream, values: Values, **inputs: Tensor | None) -> Stream:
+        for block, vectors in zip(blocks, values, strict=True):
+            stream = through(block, stream, values=vectors, **inputs)
         return stream
+
+
+def through(block: Block, stream: Stream, **inputs: Tensor | None) -> Stream:
+    """The stream after a block, which takes of it what it mixes and may leave a skip on it."""
+    x, *kept = stream
+    mixed = kept[:1] if block.takes_x0 else []
+    if block.takes_skip:
+        mixed.append(kept.pop())
+    x = block(x, *mixed, **inputs)
+    return (x, *kept, x) if block.leaves_skip else (x, *kept)
 
 
 class Decoder(nn.Module):
@@ -54,20 +76,32 @@ class Decoder(nn.Module):
     norm: nn.Module | None
     head: Head | None
 
-    def __init__(self, config: ModelConfig, layers: Iterable[int] | None = None, parts: Ends = (True, True)) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Iterable[int] | None = None,
+        parts: Ends = (True, True),
+        shares: bool = True,
+    ) -> None:
         """layers: the blocks it holds, all where None. parts: whether it holds the embedding, and norm and head.
+        shares: whether parameters with two names are one; else the second is a copy of its own.
 
-        `copies`: parameters here that are another's of the whole model (a tied head without its embedding), and its
-        name: they have the same values and count once."""
+        `copies`: by the name of each such copy that of the first. They have the same values and count once."""
         super().__init__()
         self.config = config
-        self.copies: dict[str, str] = {}
+        held = list(range(config.layers) if layers is None else layers)
         self.embed = Embedding(config) if parts[0] else None
-        held = range(config.layers) if layers is None else layers
-        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in held})
+        self.values = nn.ModuleDict(
+            {str(layer): ValueEmbedding(config) for layer in held if config.value_table(layer) is not None}
+        )
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in held})
         self.walk = Walk()
         self.norm = layer_norm(config) if parts[1] else None
         self.head = Head(config) if parts[1] else None
+        names = {name for name, _ in self.named_parameters()}
+        shared = {second: first for second, first in config.shared_parameters.items() if second in names}
+        self.ties = shared if shares else {}
+        self.copies = {} if shares else shared
         self.tie()
 
     def stage(self, layers: Iterable[int], parts: Ends) -> "Decoder":
@@ -75,19 +109,16 @@ class Decoder(nn.Module):
         of them here."""
         with torch.device("meta"):
             stage = Decoder(self.config, (), (False, False))
+        held = list(map(str, layers))
         stage.embed = self.embed if parts[0] else None
-        stage.blocks = nn.ModuleDict({str(layer): self.blocks[str(layer)] for layer in layers})
+        stage.values = nn.ModuleDict({layer: self.values[layer] for layer in held if layer in self.values})
+        stage.blocks = nn.ModuleDict({layer: self.blocks[layer] for layer in held})
         stage.norm, stage.head = (self.norm, self.head) if parts[1] else (None, None)
         return stage
 
-    def ties(self) -> dict[str, str]:
-        """Names of parameters that are another one: the head uses the embedding's weight where the config says so."""
-        here = self.embed is not None and self.head is not None
-        return {"head.weight": "embed.tokens.weight"} if self.config.tied_head and here else {}
-
     def tie(self) -> None:
-        """Makes them one. Parameters that are replaced must be tied again."""
-        for second, first in self.ties().items():
+        """Makes parameters with two names one. Those that are replaced must be tied again."""
+        for second, first in self.ties.items():
             path, _, name = second.rpartition(".")
             setattr(self.get_submodule(path), name, self.get_parameter(first))
 
@@ -101,12 +132,15 @@ class Decoder(nn.Module):
         reduction: Reduction = "sum",
     ) -> Tensor | Stream:
         """tokens, labels, positions, documents: [batch, seq]; `stream` is what the stage before sent, nothing on the
-        first.
+        first (ModelConfig.stream_tensors says how many).
         Returns the stream, or on the last stage what Head returns: the summed loss of shape (1,) given labels, else
         logits."""
         if self.embed is not None:
-            stream = (self.embed(tokens, positions),)
-        stream = self.walk(tuple(self.blocks.values()), stream, positions=positions, documents=documents)
+            x = self.embed(tokens, positions)
+            stream = (x, x) if self.config.x0 else (x,)
+        values = [self.values[layer](tokens) if layer in self.values else None for layer in self.blocks]
+        blocks = tuple(self.blocks.values())
+        stream = self.walk(blocks, stream, values, positions=positions, documents=documents)
         if self.norm is None or self.head is None:
             return stream
         return self.head(self.norm(stream[0]), labels, reduction)

@@ -12,6 +12,21 @@ def table(rows: int, dim: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
 
 
+class ValueEmbedding(nn.Module):
+    """A token's vector for the values of attention (Jordan et al. 2024, modded-nanogpt; after Zhou et al. 2024, Value
+    Residual Learning)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.table = table(config.padded_vocab_size, config.key_value_dim)
+        specify(self.table, weight=Spec(Role.embedding, config.init_std, rows=config.vocab_size))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch, seq]. Returns [batch, seq, width of the values here]."""
+        vectors: Tensor = self.table(tokens)
+        return vectors
+
+
 class Embedding(nn.Module):
     """The sum of a token's and its position's vector. The token table is padded below the vocabulary with rows of
     zeros."""

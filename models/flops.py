@@ -1,16 +1,10 @@
 """How many parameters a model has and how many operations a token costs. No torch here."""
 
+import math
+from dataclasses import replace
+
 from models.config import ModelConfig
-
-
-def _block_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Weights of matrix products, and all other parameters, of one block."""
-    dim, ffn = config.dim, config.feedforward_dim
-    keys = config.key_value_heads * (dim // config.heads)
-    matrices = 2 * dim * dim + 2 * dim * keys + 2 * dim * ffn
-    norms = 2 * dim * (2 if config.bias else 1)
-    biases = (dim + 2 * keys + dim + ffn + dim) if config.bias else 0
-    return matrices, norms + biases
+from models.shapes import parameter_shapes
 
 
 def _known_vocabulary(config: ModelConfig) -> int:
@@ -21,18 +15,15 @@ def _known_vocabulary(config: ModelConfig) -> int:
 
 def parameters(config: ModelConfig) -> int:
     """Parameters of the model, without the vocabulary's padding and a tied head once."""
-    vocabulary = _known_vocabulary(config)
-    tables = vocabulary * config.dim + config.context * config.dim
-    head = 0 if config.tied_head else vocabulary * config.dim
-    final_norm = config.dim * (2 if config.bias else 1)
-    return tables + head + final_norm + config.layers * sum(_block_parameters(config))
+    return sum(map(math.prod, parameter_shapes(replace(config, vocab_multiple=1)).values()))
 
 
 def block_flops_per_token(config: ModelConfig, sequence_length: int) -> tuple[float, float, float]:
     """Floating-point operations of one block's forward for one token: of all its matrix products, of attention over
     the whole square, and of the last product alone, which is among the first."""
-    matrices, _ = _block_parameters(config)
-    return 2.0 * matrices, 4.0 * config.dim * sequence_length, 2.0 * config.dim * config.feedforward_dim
+    dim, ffn = config.dim, config.feedforward_dim
+    weights = 2 * dim * dim + 2 * dim * config.key_value_dim + 2 * dim * ffn
+    return 2.0 * weights, 4.0 * config.dim * sequence_length, 2.0 * dim * ffn
 
 
 def head_flops_per_token(config: ModelConfig) -> float:

@@ -56,7 +56,8 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.dim))
-        specify(self, weight=Spec(Role.head, config.init_std, rows=config.vocab_size))
+        role = Role.embedding if config.tied_head else Role.head
+        specify(self, weight=Spec(role, config.init_std, rows=config.vocab_size))
         self.loss: nn.Module = TokenLoss(config)
 
     def forward(self, x: Tensor, labels: Tensor | None, reduction: Reduction) -> Tensor:

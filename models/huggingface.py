@@ -60,6 +60,9 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
         f"model.kv_heads={config.kv_heads}": config.key_value_heads != config.heads,
         "model.fused_qkv=false": not config.fused_qkv,
         f"model.logit_softcap={config.logit_softcap}": config.logit_softcap is not None,
+        "model.x0=true": config.x0,
+        "model.skips=true": config.skips,
+        f"model.value_embeddings={config.value_embeddings}": config.value_embeddings > 0,
     }
     if differing := [setting for setting, differs in other.items() if differs]:
         raise ValueError(f"Hugging Face's GPT-2 has no counterpart of {', '.join(differing)}")

@@ -12,6 +12,7 @@ class Role(Enum):
     head = "head"
     norm = "norm"
     bias = "bias"
+    scalar = "scalar"
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,16 @@ def _norm(name: str, config: ModelConfig) -> Shapes:
     return {f"{name}.weight": (config.dim,)} | bias
 
 
-def block_shapes(config: ModelConfig) -> Shapes:
+def block_shapes(config: ModelConfig, layer: int) -> Shapes:
     """The parameters of one block, in the module's order, which is that of their use in forward."""
-    dim, ffn = config.dim, config.feedforward_dim
-    keys = config.key_value_heads * (dim // config.heads)
-    shapes = _norm("attention_norm", config)
+    dim, ffn, keys = config.dim, config.feedforward_dim, config.key_value_dim
+    mixed = ["x0"] * config.x0 + ["skip"] * config.takes_skip(layer)
+    shapes: Shapes = {f"mix.{name}": (1,) for name in ["x", *mixed]} if mixed else {}
+    shapes |= _norm("attention_norm", config)
     for name, rows in [("qkv", dim + 2 * keys)] if config.fused_qkv else [("q", dim), ("k", keys), ("v", keys)]:
         shapes |= _linear(f"attention.{name}", rows, dim, config)
+    if config.value_table(layer) is not None:
+        shapes |= {"attention.mix.own": (1,), "attention.mix.embedding": (1,)}
     shapes |= _linear("attention.out", dim, dim, config) | _norm("feedforward_norm", config)
     return shapes | _linear("feedforward.up", ffn, dim, config) | _linear("feedforward.down", dim, ffn, config)
 
@@ -33,7 +36,9 @@ def root_shapes(config: ModelConfig) -> Shapes:
 
 def _first_shapes(config: ModelConfig) -> Shapes:
     rows = config.padded_vocab_size
-    return {"embed.tokens.weight": (rows, config.dim), "embed.positions.weight": (config.context, config.dim)}
+    tables: Shapes = {"embed.tokens.weight": (rows, config.dim), "embed.positions.weight": (config.context, config.dim)}
+    values = range(config.value_embeddings)
+    return tables | {f"values.{layer}.table.weight": (rows, config.key_value_dim) for layer in values}
 
 
 def _last_shapes(config: ModelConfig) -> Shapes:
@@ -45,5 +50,5 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     """Every parameter of the Decoder, a shared one once, in the order of named_parameters."""
     shapes = _first_shapes(config)
     for layer in range(config.layers):
-        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block_shapes(config).items()}
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block_shapes(config, layer).items()}
     return shapes | _last_shapes(config)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from models.decoder import Decoder, Stream, Walk
+from models.decoder import Block, Decoder, Stream, Values, Walk
 from parallel.config import ActivationsConfig, Recompute
 from parallel.offload import OffloadedWalk
 from parallel.precision import on_same_copies
@@ -45,11 +45,11 @@ def keep_activations(model: Decoder, config: ActivationsConfig, device: torch.de
     set_budget(config.budget if mode is Recompute.budget else 1.0)
 
 
-def recomputed(blocks: Sequence[nn.Module], call: Callable[..., Stream], **options: Any) -> Callable[..., Stream]:
+def recomputed(blocks: Sequence[nn.Module], call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`call`, which runs the blocks, so that backward runs it again on the same parameters and random numbers, but for
     what `context_fn` keeps. options: those of torch.utils.checkpoint."""
 
-    def run(*stream: Tensor, **inputs: Any) -> Stream:
+    def run(*stream: Tensor, **inputs: Any) -> Any:
         again = call if torch.compiler.is_compiling() else on_same_copies(blocks, call)
         return checkpoint(again, *stream, use_reentrant=False, **options, **inputs)
 
@@ -65,14 +65,14 @@ class SegmentedWalk(Walk):
         self.config = config
         self.options = options
 
-    def forward(self, blocks: Sequence[nn.Module], stream: Stream, **inputs: Tensor | None) -> Stream:
+    def forward(self, blocks: Sequence[Block], stream: Stream, values: Values, **inputs: Tensor | None) -> Stream:
         for first, end in pairwise(segment_borders(self.config, len(blocks))):
             segment = blocks[first:end]
 
-            def call(*stream: Tensor, segment: Sequence[nn.Module] = segment, **inputs: Tensor | None) -> Stream:
+            def call(*stream: Tensor, segment: Sequence[Block] = segment, **inputs: Any) -> Stream:
                 return Walk.forward(self, segment, stream, **inputs)
 
-            stream = recomputed(segment, call, **self.options)(*stream, **inputs)
+            stream = recomputed(segment, call, **self.options)(*stream, values=values[first:end], **inputs)
         return stream
 
 

@@ -32,7 +32,7 @@ class Spread:
     compiled: Scope
     alike: dict[str, float] = field(default_factory=dict)  # what gradients.sum_alike sums over tp
     pipeline: "Pipeline | None" = None
-    shared: "Shared | None" = None
+    shared: "list[Shared]" = field(default_factory=list)
 
     def forward(self, **inputs: Tensor | str | None) -> Tensor:
         """Decoder.forward, a collective under FSDP2. With a pipeline, without gradients."""
@@ -46,8 +46,8 @@ class Spread:
     def copy_shared(self, state: dict[str, Tensor]) -> None:
         """After a load: parameters that two stages hold, and their part of a state by name, from the one that owns
         them to the other."""
-        if self.shared is not None:
-            self.shared.copy(dict(self.model.named_parameters()) | state)
+        for shared in self.shared:
+            shared.copy(dict(self.model.named_parameters()) | state)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """To be held around forward and backward of a micro-batch; `last` of its step."""
@@ -68,7 +68,12 @@ def parallelize(
     """Builds the model on the meta device, spreads it, and gives it memory and first values. `mesh` is None on a single
     device."""
     if parallel.pp > 1:
-        from parallel.pipeline import Pipeline, Shared, build_decoder, stages_here  # imports FSDP, which takes seconds
+        from parallel.pipeline import (  # imports FSDP, which takes seconds
+            Pipeline,
+            build_decoder,
+            shared_here,
+            stages_here,
+        )
 
         assert mesh is not None
         held = stages_here(model, parallel, mesh)
@@ -118,5 +123,5 @@ def parallelize(
         assert mesh is not None
         passes = {index: data.call for index, data in spreads.items()}
         spread.pipeline = Pipeline(passes, model, parallel, mesh, compute, device)
-        spread.shared = Shared(decoder, spread.pipeline) if model.tied_head else None
+        spread.shared = shared_here(decoder, spread.pipeline)
     return spread

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.decoder import Stream, Walk
+from models.decoder import Block, Stream, Values, Walk, through
 from parallel.local import is_sharded, local
 
 SMALL = 1 / 16  # of the block's input, in bytes; what is less (statistics of norms) is not worth a copy
@@ -23,13 +23,13 @@ class OffloadedWalk(Walk):
         self.device = device
         self.copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def forward(self, blocks: Sequence[nn.Module], stream: Stream, **inputs: Tensor | None) -> Stream:
+    def forward(self, blocks: Sequence[Block], stream: Stream, values: Values, **inputs: Tensor | None) -> Stream:
         before: Shelf | None = None
         for place, block in enumerate(blocks):
             least = float("inf") if place == len(blocks) - 1 else stream[0].nbytes * SMALL
             shelf = Shelf(block, least, before, self.device, self.copying)
             with torch.autograd.graph.saved_tensors_hooks(shelf.put, shelf.take):
-                stream = block(*stream, **inputs)
+                stream = through(block, stream, values=values[place], **inputs)
             if before is not None:
                 before.let_go()
             before = shelf

@@ -3,7 +3,6 @@ through them. torch.distributed.pipelining has the schedules; evaluation has a p
 have none and a schedule knows one shape only."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +14,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.roles import Role, Spec, parameter_specs, specify
 from parallel.bubble import Clock
 from parallel.config import ParallelConfig
 from parallel.local import local
-from parallel.planning.stages import V_SHAPED, Stage, stages
-
-TIED, OWNER = "head.weight", "embed.tokens.weight"  # the one parameter that two stages may hold
+from parallel.planning.stages import V_SHAPED, Stage, stage_with, stages
 
 
 def sends_to_itself(parallel: ParallelConfig, device: torch.device) -> bool:
@@ -38,15 +34,10 @@ def stages_here(model: ModelConfig, parallel: ParallelConfig, mesh: DeviceMesh) 
 
 
 def build_decoder(model: ModelConfig, held: list[Stage]) -> Decoder:
-    """The parts of the model that a rank holds. A tied head is a parameter of its own there (see Shared)."""
+    """The parts of the model that a rank holds. What has two names is two parameters there (see Shared)."""
     layers = [layer for stage in held for layer in stage.layers]
     parts = any(stage.first for stage in held), any(stage.last for stage in held)
-    decoder = Decoder(replace(model, tied_head=False), layers, parts)
-    if model.tied_head and decoder.head is not None:
-        spec = parameter_specs(decoder)[TIED]
-        specify(decoder.head, weight=Spec(Role.embedding, spec.std, spec.mean, spec.rows))
-        decoder.copies = {TIED: OWNER}
-    return decoder
+    return Decoder(model, layers, parts, shares=False)
 
 
 class TimedStage(PipelineStage):
@@ -82,7 +73,9 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         self.passes, self.model, self.parallel, self.dtype, self.device = passes, model, parallel, dtype, device
-        self.rank_of = [stage.rank for stage in stages(model, parallel)]
+        self.stages = stages(model, parallel)
+        self.rank_of = [stage.rank for stage in self.stages]
+        self.tensors = [0 if stage.first else model.stream_tensors(stage.layers[0]) for stage in self.stages]
         self.group = mesh.get_group("pp")
         self.here = mesh.get_local_rank("pp")
         self.ranks = dist.get_process_group_ranks(self.group)
@@ -121,8 +114,11 @@ class Pipeline:
 
     def _schedule(self, count: int, sequences: int, length: int) -> Any:
         """For so many micro-batches of this shape."""
-        width = length // self.sequence_cuts
-        stream = torch.empty(sequences, width, self.model.dim, dtype=self.dtype, device="meta", requires_grad=True)
+        size = (sequences, length // self.sequence_cuts, self.model.dim)
+        streams = [
+            tuple(torch.empty(size, dtype=self.dtype, device="meta", requires_grad=True) for _ in range(tensors))
+            for tensors in self.tensors
+        ]
         loss = torch.empty(1, dtype=torch.promote_types(self.dtype, torch.float32), device="meta", requires_grad=True)
         last = len(self.rank_of) - 1
         parts = [
@@ -131,8 +127,8 @@ class Pipeline:
                 index,
                 last + 1,
                 self.device,
-                input_args=() if index == 0 else (stream,),
-                output_args=(loss,) if index == last else (stream,),
+                input_args=streams[index],
+                output_args=(loss,) if index == last else streams[index + 1],
                 group=self.group,
             )
             for index, module in self.passes.items()
@@ -153,11 +149,15 @@ class Pipeline:
             if rank != self.here:
                 continue
             if index > 0 and self.rank_of[index - 1] != self.here:
-                stream = (torch.empty(shape, dtype=self.dtype, device=self.device),)
-                dist.recv(stream[0], self.ranks[self.rank_of[index - 1]], group=self.group)
+                stream = tuple(
+                    torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(self.tensors[index])
+                )
+                for tensor in stream:
+                    dist.recv(tensor, self.ranks[self.rank_of[index - 1]], group=self.group)
             stream = self.passes[index](*stream, **inputs)
             if index + 1 < len(self.rank_of) and self.rank_of[index + 1] != self.here:
-                dist.send(stream[0].contiguous(), self.ranks[self.rank_of[index + 1]], group=self.group)
+                for tensor in stream:
+                    dist.send(tensor.contiguous(), self.ranks[self.rank_of[index + 1]], group=self.group)
         last = self.rank_of[-1]
         result = stream if self.here == last else self._result(inputs)
         dist.broadcast(result, self.ranks[last], group=self.group)
@@ -173,18 +173,26 @@ class Pipeline:
         return torch.empty(shape, dtype=wide, device=self.device)
 
 
-class Shared:
-    """A parameter that the first and the last stage both hold (a tied head): one parameter to the gradient, its norm,
-    the optimizer and checkpoints. The first stage's is the one that counts."""
+def shared_here(decoder: Decoder, pipeline: Pipeline) -> "list[Shared]":
+    """Those of which this rank holds a copy, in the same order on every rank."""
+    found = []
+    for second, first in sorted(pipeline.model.shared_parameters.items()):
+        ranks = [stage_with(name, pipeline.stages).rank for name in (first, second)]
+        if pipeline.here in ranks:
+            found.append(Shared(decoder, pipeline, [first, second], ranks))
+    return found
 
-    def __init__(self, decoder: Decoder, pipeline: Pipeline) -> None:
-        self.group = pipeline.group
-        first, last = (pipeline.ranks[pipeline.rank_of[end]] for end in (0, -1))
-        here = pipeline.ranks[pipeline.here]
-        self.names = [name for name, _ in decoder.named_parameters() if name in (OWNER, TIED)]
-        self.decoder = decoder
-        self.owns = here == first
-        self.peer = None if first == last else last if self.owns else first
+
+class Shared:
+    """A parameter with two names (a tied head, a value embedding), perhaps on two stages: one parameter to the
+    gradient, its norm, the optimizer and checkpoints. The first is the one that counts."""
+
+    def __init__(self, decoder: Decoder, pipeline: Pipeline, names: list[str], ranks: list[int]) -> None:
+        """ranks: along pp, the one that has each name."""
+        self.decoder, self.group = decoder, pipeline.group
+        self.names = [name for name, rank in zip(names, ranks, strict=True) if rank == pipeline.here]
+        self.owns = ranks[0] == pipeline.here
+        self.peer = pipeline.ranks[ranks[1] if self.owns else ranks[0]]
 
     @torch.no_grad()
     def sum_gradients(self) -> None:

@@ -25,9 +25,10 @@ from torch.distributed.tensor.parallel import (
 
 from models.attention import Attention
 from models.decoder import Decoder
-from models.embedding import Embedding
+from models.embedding import Embedding, ValueEmbedding
 from models.feedforward import FeedForward
 from models.head import IGNORED, Head, TokenLoss, softcapped
+from models.mix import Mix, weighted_sum
 from parallel.local import is_cut, local_region
 
 SEQUENCE = Shard(1)  # of [batch, seq, dim]
@@ -53,6 +54,10 @@ def _normalize(norm: nn.LayerNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
     own: Any = (norm.weight, norm.bias)  # bias is None without biases
     weight, bias = (None if value is None else value.to_local() for value in own)
     return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+
+
+def _mix(mix: Mix, mesh: DeviceMesh, *tensors: Tensor) -> Tensor:
+    return weighted_sum([getattr(mix, name).to_local() for name in mix.names], tensors)
 
 
 def _look_up_positions(table: nn.Embedding, mesh: DeviceMesh, positions: Tensor) -> Tensor:
@@ -108,16 +113,19 @@ def _gathers(inputs: int) -> ParallelStyle:
 # How each part is cut. Each takes the stream as a share of the sequence and gives it back as one; Head gives losses.
 # Subclasses have their parent's row; users add rows for parts of their own.
 ROWS: dict[type[nn.Module], Row] = {
+    ValueEmbedding: {"table": ColwiseParallel()},
+    Mix: {"": OnShares(_mix)},
     Embedding: {
         "tokens": VocabularyTable(),
         "positions": OnShares(_look_up_positions),
     },
     Attention: {
-        "": _gathers(3),
+        "": _gathers(4),
         "qkv": ColwiseParallel(),
         "q": ColwiseParallel(),
         "k": ColwiseParallel(),
         "v": ColwiseParallel(),
+        "mix": OnShares(_mix),
         "out": RowwiseParallel(output_layouts=SEQUENCE),
     },
     FeedForward: {

@@ -183,7 +183,7 @@ def problems_of(config: Config) -> list[Problem]:
     if config.parallel.tp > 1:
         found.append(Problem("parallel.tp", config.parallel.tp, "the plain loop has none", "parallel.tp=1"))
     default = ModelConfig()
-    for name in ("kv_heads", "fused_qkv", "logit_softcap", "z_loss"):
+    for name in ("kv_heads", "fused_qkv", "logit_softcap", "z_loss", "x0", "skips", "value_embeddings"):
         value = getattr(config.model, name)
         if value != getattr(default, name):
             instead = f"model.{name}={show(getattr(default, name))}"

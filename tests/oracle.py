@@ -31,10 +31,23 @@ class Shape:
     fused: bool = True
     softcap: float | None = None
     z_loss: float = 0.0
+    x0: bool = False
+    skips: bool = False
+    value_tables: int = 0
 
     @property
     def groups(self) -> int:
         return self.kv_heads or self.heads
+
+    def table_of(self, layer: int) -> int | None:
+        """The number of a layer's table for values: the first layers have one each, and the last the same again."""
+        numbers = list(range(self.value_tables))
+        return (numbers + [None] * (self.layers - 2 * len(numbers)) + numbers)[layer]
+
+    def skip_to(self, layer: int) -> int | None:
+        """The layer whose output is added before this one: of 5 layers the first's to the last, the second's to the
+        fourth."""
+        return self.layers - 1 - layer if self.skips and layer >= (self.layers + 1) // 2 else None
 
 
 @dataclass(frozen=True)
@@ -78,8 +91,18 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         "embed.tokens.weight": (shape.vocab_size, dim),
         "embed.positions.weight": (shape.context, dim),
     }
+    for number in range(shape.value_tables):
+        shapes[f"values.{number}.table.weight"] = (shape.vocab_size, shape.groups * (dim // shape.heads))
     for layer in range(shape.layers):
         block = f"blocks.{layer}"
+        if shape.table_of(layer) is not None:
+            shapes |= {f"{block}.attention.mix.own": (1,), f"{block}.attention.mix.embedding": (1,)}
+        if shape.x0 or shape.skip_to(layer) is not None:
+            shapes[f"{block}.mix.x"] = (1,)
+        if shape.x0:
+            shapes[f"{block}.mix.x0"] = (1,)
+        if shape.skip_to(layer) is not None:
+            shapes[f"{block}.mix.skip"] = (1,)
         for name, size in {
             "attention_norm": (dim,),
             **attention_shapes(shape),
@@ -105,6 +128,10 @@ def attention_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return {"attention.q": (shape.dim, shape.dim), "attention.k": (keys, shape.dim), "attention.v": (keys, shape.dim)}
 
 
+# What the numbers of a weighted sum begin with.
+MIXES = {"x": 1.0, "x0": 0.0, "skip": 1.0, "own": 0.5, "embedding": 0.5}
+
+
 def initial_weights(shape: Shape, seed: int, dtype: torch.dtype) -> Weights:
     """GPT-2's: normal with std 0.02, divided by sqrt(2 x layers) into the residual stream; biases 0, norms 1. Each
     parameter is drawn in float32 in blocks of 1,024 rows, from a generator seeded by the hash of (seed, name,
@@ -115,6 +142,8 @@ def initial_weights(shape: Shape, seed: int, dtype: torch.dtype) -> Weights:
             values = torch.zeros(size)
         elif "norm" in name:
             values = torch.ones(size)
+        elif ".mix." in name:
+            values = torch.full(size, MIXES[name.rpartition(".")[2]])
         else:
             residual = name.endswith(("attention.out.weight", "feedforward.down.weight"))
             std = 0.02 / math.sqrt(2 * shape.layers) if residual else 0.02
@@ -160,17 +189,35 @@ def logits(weights: Weights, shape: Shape, tokens: Tensor) -> Tensor:
             for head, start in enumerate(first)
         ]
 
-    x = weights["embed.tokens.weight"][tokens] + weights["embed.positions.weight"][:seq]
+    def mixed_value(v: Tensor, layer: int, group: int) -> Tensor:
+        if (number := shape.table_of(layer)) is None:
+            return v
+        vectors = weights[f"values.{number}.table.weight"][tokens].split(head_dim, dim=-1)[group]
+        mix = f"blocks.{layer}.attention.mix"
+        return weights[f"{mix}.own"] * v + weights[f"{mix}.embedding"] * vectors
+
+    x = x0 = weights["embed.tokens.weight"][tokens] + weights["embed.positions.weight"][:seq]
+    outputs: list[Tensor] = []
     for layer in range(shape.layers):
         block = f"blocks.{layer}"
+        skip = shape.skip_to(layer)
+        if shape.x0 or skip is not None:
+            x = weights[f"{block}.mix.x"] * x
+        if shape.x0:
+            x = x + weights[f"{block}.mix.x0"] * x0
+        if skip is not None:
+            x = x + weights[f"{block}.mix.skip"] * outputs[skip]
         heads = []
-        for q, k, v in queries_keys_values(norm(x, f"{block}.attention_norm"), f"{block}.attention"):
+        triples = queries_keys_values(norm(x, f"{block}.attention_norm"), f"{block}.attention")
+        for head, (q, k, own) in enumerate(triples):
+            v = mixed_value(own, layer, head * shape.groups // shape.heads)
             scores = (q @ k.transpose(1, 2) / math.sqrt(head_dim)).masked_fill(future, -math.inf)
             heads.append(scores.softmax(-1) @ v)
         x = x + linear(torch.cat(heads, dim=-1), f"{block}.attention.out")
         hidden = linear(norm(x, f"{block}.feedforward_norm"), f"{block}.feedforward.up")
         hidden = 0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
         x = x + linear(hidden, f"{block}.feedforward.down")
+        outputs.append(x)
     scores = norm(x, "norm") @ weights["embed.tokens.weight" if shape.tied else "head.weight"].T
     return scores if shape.softcap is None else shape.softcap * torch.tanh(scores / shape.softcap)
 

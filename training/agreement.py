@@ -58,5 +58,5 @@ class Agreement:
             f"tied weight {second}": torch.tensor(
                 self.model.get_parameter(second) is self.parameters[first], device=self.parameters[first].device
             )
-            for second, first in self.model.ties().items()
+            for second, first in self.model.ties.items()
         }

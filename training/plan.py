@@ -1,12 +1,14 @@
 """What a config costs, by the formulas of parallel.planning. No torch here."""
 
+import math
+from collections import Counter
 from dataclasses import replace
 
-from models.shapes import block_shapes, root_shapes
+from models.shapes import parameter_shapes
 from parallel.config import Dtype, ParallelConfig, Strategy
-from parallel.planning.layout import master_bytes, values
+from parallel.planning.layout import master_bytes
 from parallel.planning.memory import Memory, memory
-from parallel.planning.stages import costs, stages
+from parallel.planning.stages import costs, stage_with, stages
 from parallel.planning.traffic import Batch, Traffic, traffic
 from training.config import Config, OptimizerKind
 from training.metrics.console import table
@@ -72,17 +74,20 @@ def stages_table(config: Config, dtype: Dtype) -> str:
         return ""
     cut = stages(model, parallel)
     flops = costs(model, cut)
-    block = values(block_shapes(model))
-    root = {name: values({name: shape}) for name, shape in root_shapes(replace(model, tied_head=False)).items()}
+    shapes = parameter_shapes(model)
+    shapes |= {second: shapes[first] for second, first in model.shared_parameters.items()}
+    held = Counter[int]()
+    for name, shape in shapes.items():
+        held[stage_with(name, cut).index] += math.prod(shape)
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     rows = []
     for stage in cut:
-        held = block * len(stage.layers)
-        held += sum(size for name, size in root.items() if (stage.first if name.startswith("embed") else stage.last))
-        state = held * master_bytes(dtype) * (2 + moments) / (parallel.tp * parallel.dp_shard)
+        state = held[stage.index] * master_bytes(dtype) * (2 + moments) / (parallel.tp * parallel.dp_shard)
         layers = f"{stage.layers.start}-{stage.layers.stop - 1}" if len(stage.layers) > 1 else str(stage.layers.start)
         ends = ["embedding"] * stage.first + ["head"] * stage.last
         share = flops[stage.index] / sum(flops.values())
         holds = ", ".join([f"layers {layers}", *ends])
-        rows.append([str(stage.index), str(stage.rank), holds, f"{held:,}", f"{share:.1%}", f"{state / 2**30:.2f}"])
+        rows.append(
+            [str(stage.index), str(stage.rank), holds, f"{held[stage.index]:,}", f"{share:.1%}", f"{state / 2**30:.2f}"]
+        )
     return table([["stage", "pp rank", "holds", "parameters", "FLOPs", "state GiB a rank"]], rows, texts=3)

@@ -75,8 +75,8 @@ class Step:
         if self.spread.alike:
             assert self.mesh is not None
             sum_alike(self.spread.model, self.spread.alike, self.mesh)
-        if self.spread.shared is not None:
-            self.spread.shared.sum_gradients()
+        for shared in self.spread.shared:
+            shared.sum_gradients()
         norm = global_norm(self.counted, self.mesh)
         skipped = (~torch.isfinite(norm) | (everyone == 0)).to(torch.float32)
         return StepResult(loss_sum, everyone, norm, skipped)

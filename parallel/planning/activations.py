@@ -24,7 +24,7 @@ def _attention_bytes(model: ModelConfig, compute: Dtype, tp: int) -> float:
 
 def _projected(model: ModelConfig) -> int:
     """Width of queries, keys and values."""
-    return model.dim + 2 * model.key_value_heads * (model.dim // model.heads)
+    return model.dim + 2 * model.key_value_dim
 
 
 def block_bytes(model: ModelConfig, compute: Dtype, tp: int = 1) -> float:
@@ -37,6 +37,7 @@ def block_bytes(model: ModelConfig, compute: Dtype, tp: int = 1) -> float:
     dim, width = model.dim, BYTES[compute]
     copied = dim if model.fused_qkv and model.key_value_heads < model.heads else 0  # q out of its groups
     shared = 2 * dim + 4 + _projected(model) + copied + 2 * model.feedforward_dim
+    shared += dim if model.x0 or model.skips else 0  # what is mixed, beside the mix
     masks = 2 * dim if model.dropout > 0 else 0  # a byte each
     return (shared * width + masks) / tp + _attention_bytes(model, compute, tp) + 2 * dim * width
 
@@ -85,4 +86,5 @@ def kept_bytes(model: ModelConfig, activations: ActivationsConfig, compute: Dtyp
         kept, again = layers * part, whole - part
     elif mode is Recompute.offload:
         kept = min(layers, 2) * whole  # the one that runs, and its neighbour on the way
-    return kept, again
+    vectors = 2 * model.value_embeddings * 2 * model.key_value_dim * BYTES[compute] / tp  # and what they are mixed with
+    return kept + vectors, again

@@ -9,7 +9,7 @@ from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
 BYTES = {Dtype.fp32: 4, Dtype.tf32: 4, Dtype.bf16: 2, Dtype.fp64: 8}
 
 # The dimension along which parallel.tensor.ROWS cut the weight of each module; a bias is cut with its rows.
-TENSOR_CUTS = {"qkv": 0, "q": 0, "k": 0, "v": 0, "up": 0, "tokens": 0, "head": 0, "out": 1, "down": 1}
+TENSOR_CUTS = {"qkv": 0, "q": 0, "k": 0, "v": 0, "up": 0, "tokens": 0, "head": 0, "out": 1, "down": 1, "table": 1}
 
 
 def master_bytes(compute: Dtype) -> int:

@@ -85,7 +85,9 @@ def _sharded(
     and a buffer of one block that is gathered or scattered. Gradients that are not summed in each micro-batch add up
     whole."""
     shards, layers = parallel.dp_shard, model.layers
-    block = padded_shard(tensor_shapes(block_shapes(model), parallel.tp), shards) * shards
+    block = max(
+        padded_shard(tensor_shapes(block_shapes(model, layer), parallel.tp), shards) * shards for layer in range(layers)
+    )
     root = padded_shard(tensor_shapes(root_shapes(model), parallel.tp), shards) * shards
     ahead = max(parallel.prefetch_forward, parallel.prefetch_backward, 1)
     again = reshards_to(parallel)

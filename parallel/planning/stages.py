@@ -46,6 +46,14 @@ def stages(model: ModelConfig, parallel: ParallelConfig) -> list[Stage]:
     return found
 
 
+def stage_with(name: str, cut: list[Stage]) -> Stage:
+    """The one that has the parameter of this name."""
+    part, place, *_ = name.split(".")
+    if part in ("blocks", "values"):
+        return next(stage for stage in cut if int(place) in stage.layers)
+    return cut[0] if part == "embed" else cut[-1]
+
+
 def rank_of(index: int, number: int, parallel: ParallelConfig) -> int:
     """In a loop: stage i on rank i mod pp; V-shaped: there and back."""
     if parallel.schedule in V_SHAPED:

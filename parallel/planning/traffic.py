@@ -141,9 +141,10 @@ def _sharded(
     from as many ranks as it was resharded to; the root never is. Gradients, in the reduce dtype: reduce-scattered over
     shards in each micro-batch or once a step, then all-reduced over replicas once a step."""
     shards, replicas, layers = parallel.dp_shard, parallel.dp_replicate, model.layers
-    block = padded_shard(tensor_shapes(block_shapes(model), parallel.tp, tensor_rank), shards)
+    of_layers = [block_shapes(model, layer) for layer in range(layers)]
+    blocks = sum(padded_shard(tensor_shapes(shapes, parallel.tp, tensor_rank), shards) for shapes in of_layers)
     root = padded_shard(tensor_shapes(root_shapes(model), parallel.tp, tensor_rank), shards)
-    shard, units = layers * block + root, layers + 1
+    shard, units = blocks + root, layers + 1
 
     forwards = batch.accumulation if parallel.reshard_after_backward else 1
     size = forwards * shards * shard * BYTES[compute]
@@ -151,7 +152,7 @@ def _sharded(
     again = reshards_to(parallel)
     if again is not None:
         number = layers * batch.accumulation
-        size = number * shards * block * BYTES[compute]
+        size = batch.accumulation * shards * blocks * BYTES[compute]
         yield Traffic("dp_shard", again, Collective.all_gather, "parameters for backward", BLOCKS, number, size)
 
     times = reductions(parallel, batch)

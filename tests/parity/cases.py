@@ -24,6 +24,7 @@ VOCABULARY = 67
 SIZES = "model.layers=3 model.dim=30 model.heads=3 model.ffn_dim=34 model.context=17"
 # Heads are shared out whole; what else tensor parallelism cuts does not divide by 4, the vocabulary not by 2 either.
 TP_SIZES = "model.dim=40 model.heads=8 model.ffn_dim=34 model.context=20"
+STREAMS = "model.x0=true model.skips=true"
 MODELS = {
     "tied": f"{SIZES} model.tied_head=true model.vocab_multiple=1",
     "untied": f"{SIZES} model.tied_head=false model.vocab_multiple=128",
@@ -33,6 +34,11 @@ MODELS = {
     "model.z_loss=0.01",
     "three matrices": f"{TP_SIZES} model.layers=3 model.kv_heads=4 model.fused_qkv=false model.tied_head=false",
     "tied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=true model.vocab_multiple=1",
+    "streams": f"{SIZES} model.tied_head=false model.vocab_multiple=1 {STREAMS} model.value_embeddings=1",
+    "streams for tp": f"{TP_SIZES} model.layers=5 model.tied_head=true model.kv_heads=4 model.vocab_multiple=128 "
+    f"model.bias=false {STREAMS} model.value_embeddings=2",
+    "streams for pp": f"{TP_SIZES} model.layers=9 model.tied_head=true model.vocab_multiple=1 {STREAMS} "
+    "model.value_embeddings=3",
     "untied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=false model.vocab_multiple=128",
 }
 OPTIMIZERS = {
@@ -100,6 +106,9 @@ def shape_of(config: Config) -> Shape:
         fused=model.fused_qkv,
         softcap=model.logit_softcap,
         z_loss=model.z_loss,
+        x0=model.x0,
+        skips=model.skips,
+        value_tables=model.value_embeddings,
     )
 
 

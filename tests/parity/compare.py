@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from parallel.apply import Spread, parallelize
 from parallel.mesh import build_mesh, data_coordinate, start_process_group
 from parallel.precision import settle
-from tests.oracle import Batch, Trajectory, Weights
-from tests.parity.cases import LRS, Case, Training, batches, slices
+from tests.oracle import Batch, Shape, Trajectory, Weights
+from tests.parity.cases import LRS, Case, Training, batches, shape_of, slices
 from training.config import Config
 from training.evals.loss import Forward
 from training.evals.suite import Suite
@@ -138,12 +138,17 @@ def gather(tensors: Mapping[str, Tensor]) -> Whole:
     return Whole(values, equal)
 
 
-def untwin(whole: Whole, tied: bool) -> Whole:
-    """Without the copy that the last stage of a pipeline has of a tied weight, which must be equal."""
-    values = dict(whole.values)
-    if not tied or "head.weight" not in values:
-        return whole
-    return Whole(values, whole.copies_equal & torch.equal(values.pop("head.weight"), values["embed.tokens.weight"]))
+def untwin(whole: Whole, shape: Shape) -> Whole:
+    """Without the copies that later stages of a pipeline have of a shared weight, which must be equal."""
+    values, equal = dict(whole.values), whole.copies_equal
+    twins = {f"values.{layer}.table.weight": shape.table_of(layer) for layer in range(shape.layers)}
+    pairs = {name: f"values.{number}.table.weight" for name, number in twins.items()}
+    if shape.tied:
+        pairs["head.weight"] = "embed.tokens.weight"
+    for second, first in pairs.items():
+        if second in values and second != first:
+            equal &= torch.equal(values.pop(second), values[first])
+    return Whole(values, equal)
 
 
 def part(tensor: Tensor) -> tuple[torch.Size, Region, Tensor]:
@@ -220,8 +225,8 @@ def compare(
     rank, data_ranks = data_coordinate(mesh)
     assert isinstance(config.micro_batch, int)
 
-    tied = config.model.tied_head
-    first = untwin(gather(dict(spread.model.named_parameters())), tied)
+    shape = shape_of(config)
+    first = untwin(gather(dict(spread.model.named_parameters())), shape)
     initial = first.values.keys() == oracle.initial.keys()
     initial &= all(torch.equal(cut(first.values[name], value), value) for name, value in oracle.initial.items())
     padding = [largest_padding(first.values, oracle.initial)]
@@ -236,13 +241,13 @@ def compare(
         result = step([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], count, lr)
         predicted &= int(result.predicted) == oracle.predicted[number]
         meters.add(number + 1, lr, result)
-        found = untwin(step.gradients, tied)
+        found = untwin(step.gradients, shape)
         difference = gradient_difference(found.values, oracle.gradients[number], oracle.norms[number], bounds)
         gradients.append(difference)
         padding.append(largest_padding(found.values, oracle.initial))
         copies &= found.copies_equal
     records = meters.read(0.0)
-    last = untwin(gather(dict(spread.model.named_parameters())), tied)
+    last = untwin(gather(dict(spread.model.named_parameters())), shape)
     padding.append(largest_padding(last.values, oracle.initial))
     return Differences(
         initial=initial,

@@ -111,6 +111,15 @@ TENSOR = [
     layout(8, "parallel=hsdp parallel.tp=2", 4),
 ]
 
+# Of models with more in the stream than x.
+STREAMED = [
+    layout(1, "parallel=single"),
+    layout(2, "parallel=ddp"),
+    layout(2, "parallel=fsdp2"),
+    layout(4, "parallel=fsdp2 parallel.reshard_after_forward=2"),
+]
+STREAMED_TENSOR = [layout(2, "parallel=tp"), layout(4, "parallel=fsdp2 parallel.tp=2")]
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 
 # Every schedule alone, and pipelines with every other axis; the number is that of micro-batches a step.
