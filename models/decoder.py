@@ -142,5 +142,6 @@ class Decoder(nn.Module):
         blocks = tuple(self.blocks.values())
         stream = self.walk(blocks, stream, values, positions=positions, documents=documents)
         if self.norm is None or self.head is None:
-            return stream
+            # Not what blocks here use as well: torch.distributed.pipelining detaches in place what is handed on.
+            return stream[0], *(kept.clone() for kept in stream[1:])
         return self.head(self.norm(stream[0]), labels, reduction)
