@@ -9,6 +9,7 @@ from torch import nn
 from parallel.config import CompileConfig, Scope
 
 DEFAULT_GRAPHS = 8  # torch's own recompile_limit
+KINDS_OF_BLOCKS = 4  # with and without a skip and a value embedding
 
 
 def compile_model(model: nn.Module, config: CompileConfig, device: torch.device) -> Scope:
@@ -52,8 +53,8 @@ def listen(started: Callable[[list[str]], None], ended: Callable[[], None]) -> N
     on_compile_end(lambda _: ended())
 
 
-def allow_graphs(number: int) -> None:
-    """Lets so many graphs be made of the same code, beside those torch allows by default, above which a block that is
-    compiled whole is refused."""
+def allow_graphs(shapes: int) -> None:
+    """Lets a block's code be compiled for so many shapes, beside the graphs that torch allows by default, above which a
+    block that is compiled whole is refused."""
     config = torch.compiler.config
-    config.recompile_limit = max(config.recompile_limit, DEFAULT_GRAPHS + number)
+    config.recompile_limit = max(config.recompile_limit, DEFAULT_GRAPHS + KINDS_OF_BLOCKS * shapes)

@@ -44,7 +44,8 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         """seed checkpoint.every checkpoint.keep checkpoint.permanent_every evals.every metrics.sample_tokens
         schedule.warmup_steps schedule.warmup_tokens schedule.decay_steps schedule.decay_tokens
-        optimizer.weight_decay model.init_std model.z_loss parallel.prefetch_forward parallel.prefetch_backward""",
+        optimizer.weight_decay model.init_std model.z_loss model.value_embeddings
+        parallel.prefetch_forward parallel.prefetch_backward""",
         lambda value: value >= 0,
         "must not be negative",
     ),
@@ -192,6 +193,11 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
         reason = f"must divide model.heads={model.heads}"
         legal = alternatives("model.kv_heads", divisors_around(model.heads, model.key_value_heads))
         yield Problem("model.kv_heads", model.kv_heads, reason, legal)
+    tables = model.value_embeddings
+    if legal_numbers(model.layers, tables) and 2 * tables > model.layers:
+        reason = f"each table serves two blocks, and model.layers={model.layers}"
+        instead = f"model.value_embeddings={model.layers // 2}, or model.layers={2 * tables}"
+        yield Problem("model.value_embeddings", tables, reason, instead)
     length = config.sequence_length
     if length is not None and length > model.context:
         reason = f"is longer than model.context={model.context}, the positions the model has"

@@ -19,6 +19,8 @@ SMALL = ModelConfig(layers=2, dim=24, heads=4, vocab_size=67, context=9)
         replace(SMALL, tied_head=False, bias=False, vocab_multiple=1),
         replace(SMALL, kv_heads=2, ffn_dim=34),
         replace(SMALL, kv_heads=1, fused_qkv=False),
+        replace(SMALL, layers=5, x0=True, kv_heads=2),
+        replace(SMALL, layers=5, skips=True, bias=False, value_embeddings=2),
     ],
     ids=str,
 )

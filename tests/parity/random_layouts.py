@@ -60,6 +60,7 @@ def draw(random: Random, number: int) -> Drawn:
         draw_activations(random, config.activations, config.model.layers)
     config.micro_batch = random.randint(1, 3)
     config.batch_sequences = there * times * config.micro_batch
+    config.model.value_embeddings = random.randint(0, config.model.layers // 2)
     rows = config.model.vocab_multiple
     vocabulary = random.choice([size for size in range(11, 90) if enough(-(-size // rows) * rows, tp)])
     return Drawn(number, ranks, config, vocabulary)
@@ -77,6 +78,7 @@ def draw_model(random: Random, config: Config, tp: int) -> None:
     model.context = config.sequence_length + tp * random.randint(0, 2)
     model.vocab_multiple = random.choice([1, 3, 128])
     model.bias, model.tied_head, model.fused_qkv = (random.random() < 0.5 for _ in range(3))
+    model.x0, model.skips = (random.random() < 0.3 for _ in range(2))
     model.logit_softcap, model.z_loss = random.choice([None, 5.0]), random.choice([0.0, 0.01])
 
 

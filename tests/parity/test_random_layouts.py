@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.derive import derive
 from parallel.mesh import start_process_group
 from tests.oracle import Batch, Trajectory, train
 from tests.parity.cases import recipe_of, shape_of
@@ -21,7 +22,7 @@ from training.ranks import Ranks
 from training.resolve import Chosen, resolve
 
 SEED = int(os.environ.get("LAYOUTS_SEED", "1"))
-LEGAL, ILLEGAL = 12, 400
+LEGAL, MORE_LEGAL, ILLEGAL = 6, 12, 400
 LRS = (0.004, 0.01)
 
 
@@ -32,10 +33,11 @@ class Task:
     expected: Trajectory
 
 
-def draw_tasks() -> dict[int, list[Task]]:
+def draw_tasks(numbers: range) -> dict[int, list[Task]]:
     """By the number of ranks."""
-    random, found = Random(SEED), defaultdict(list)
-    for number in range(LEGAL):
+    found = defaultdict(list)
+    for number in numbers:
+        random = Random(derive(SEED, number))
         drawn = legal(random, number)
         config = drawn.config
         config.model.vocab_size = drawn.vocabulary
@@ -74,10 +76,13 @@ def run(tasks: list[Task]) -> list[Differences]:
 
 
 @pytest.mark.timeout(600)
-def test_a_random_layout_gives_the_run_of_the_plain_loop() -> None:
+@pytest.mark.parametrize(
+    "numbers", [range(LEGAL), pytest.param(range(LEGAL, LEGAL + MORE_LEGAL), marks=pytest.mark.slow)], ids=str
+)
+def test_a_random_layout_gives_the_run_of_the_plain_loop(numbers: range) -> None:
     print(f"LAYOUTS_SEED={SEED}")
     wrong = []
-    for count, tasks in draw_tasks().items():
+    for count, tasks in draw_tasks(numbers).items():
         for task, *of_ranks in zip(tasks, *run_ranks(count, run, tasks, timeout=300), strict=True):
             print(task.drawn)
             differs = Differences.worst(of_ranks).wrong(BOUNDS["fp64"])

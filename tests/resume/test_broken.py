@@ -150,7 +150,7 @@ def test_a_limit_of_time(runs: Runs, whole: str) -> None:
     check_same_bits(runs, "limited", whole)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_two_ranks_killed_and_stopped(runs: Runs, parallel: str) -> None:
     """On the same layout bit for bit, with dropout, since each rank's random numbers are its own and derived."""
     overrides = f"{DROPOUT} parallel={parallel}"

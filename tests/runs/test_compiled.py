@@ -19,6 +19,7 @@ pytestmark = pytest.mark.torch211
 # 6 windows and 16 choices: last batches are ragged.
 RUN = "steps=20 checkpoint.every=10 metrics.sample_tokens=3 metrics.every=1 evals.batch_sequences=4"
 MICRO = "micro_batch=2"
+STREAMS = "model.x0=true model.skips=true model.value_embeddings=1"  # blocks with and without a skip and a table
 
 
 def graphs(path: Path) -> None:
@@ -77,12 +78,13 @@ def recompiles(runs: Runs, name: str) -> list[int]:
     ("ranks", "overrides", "of_training", "of_evaluation"),
     [
         (1, "compile=block", 1, 1),
-        (1, "compile=model", 1, 1),
+        pytest.param(1, "compile=model", 1, 1, marks=pytest.mark.slow),
         pytest.param(1, "compile=block compile.dynamic=true", 1, 1, marks=pytest.mark.slow),
         pytest.param(2, "parallel=ddp compile=block", 1, 1, marks=pytest.mark.slow),
         pytest.param(2, "parallel=ddp compile=model", 1, 1, marks=pytest.mark.slow),
-        (2, "parallel=fsdp2 compile=block", 1, 1),
+        pytest.param(2, "parallel=fsdp2 compile=block", 1, 1, marks=pytest.mark.slow),
         (2, "parallel.pp=2 compile=block", 1, 1),
+        pytest.param(1, f"compile=block {STREAMS}", 2, 2, marks=pytest.mark.slow),
         pytest.param(1, "compile=block activations=full", 1, 1, marks=pytest.mark.slow),
         pytest.param(1, "compile=block activations=selective", 1, 1, marks=pytest.mark.slow),
         # whole but for the gathers of FSDP2: the embedding, a block, the rest
@@ -120,6 +122,7 @@ def test_another_shape_is_one_warning_with_its_reason(runs: Runs, tmp_path: Path
     assert recompiles(runs, "smaller") == [0] * 4 + [1] * 16
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_shapes(runs: Runs, tmp_path: Path) -> None:
     meddling = partial(graphs, tmp_path / "graphs.jsonl"), partial(cut_smaller, 5)
     said = runs.finish("dynamic", f"{RUN} micro_batch=4 compile=block compile.dynamic=true", *meddling)
@@ -152,6 +155,7 @@ def test_a_known_shape_that_is_compiled_again_is_a_warning(runs: Runs, tmp_path:
     assert recompiles(runs, "again") == [0] * 6 + [1] * 14
 
 
+@pytest.mark.slow
 def test_micro_batches_that_are_tried_are_announced(runs: Runs, tmp_path: Path) -> None:
     """The one that is taken was tried, and is not compiled again."""
     words = f"{RUN} batch_sequences=2 micro_batch=auto compile=model"
@@ -164,6 +168,7 @@ def test_micro_batches_that_are_tried_are_announced(runs: Runs, tmp_path: Path) 
     assert lines(said, "warning") == []
 
 
+@pytest.mark.slow
 def test_names_and_checkpoints_are_those_of_a_plain_run(runs: Runs, tmp_path: Path) -> None:
     """Either goes on from the other's checkpoint."""
     started, longer = f"{MICRO} steps=4 checkpoint.every=4", "steps=6 checkpoint.allow_changes=[steps]"

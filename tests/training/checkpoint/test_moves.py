@@ -31,7 +31,7 @@ LAYOUTS, PAIRS = 6, 10  # for each model
 RANKS = [1, 2, 3, 4, 4, 8]
 SEQUENCES, LENGTH, VOCABULARY, LR = 24, 8, 67, 0.01
 MODELS: list[dict[str, Any]] = [
-    {"tied_head": True, "vocab_multiple": 1},
+    {"tied_head": True, "vocab_multiple": 1, "x0": True, "skips": True, "value_embeddings": 1},
     {"tied_head": False, "fused_qkv": False, "bias": False, "vocab_multiple": 128},
 ]
 
