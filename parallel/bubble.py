@@ -1,17 +1,17 @@
 """How long the ranks of a pipeline wait for each other: simulated before a run, from the order in which the schedule
 takes the passes and from what each stage costs; and measured in it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from models.config import ModelConfig
-from parallel.config import ParallelConfig, Reduce, Schedule, Strategy
-from parallel.planning.stages import SPLIT, costs, runs, stages, stages_per_rank
+from parallel.config import ParallelConfig, Schedule
+from parallel.planning.stages import costs, stages, stages_per_rank
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}  # torch's names
 # Of a forward pass of the same stage: gradients of inputs and of weights cost as much each.
@@ -63,7 +63,7 @@ def _turn(action: Any) -> Turn:
     return () if kind is None else (Pass(kind, action.stage_index, action.microbatch_index),)
 
 
-def simulate(order: list[list[Turn]], seconds: dict[int, float]) -> float:
+def simulate(order: Sequence[Sequence[Turn]], seconds: dict[int, float]) -> float:
     """The share of the ranks' time in which they wait, from first pass to last. seconds: of each stage's forward pass
     of a micro-batch; sending costs nothing. Raises ValueError where the order can never end."""
     there = {one for turns in order for turn in turns for one in turn}
@@ -106,22 +106,6 @@ def _needs(one: Pass, last: int, there: set[Pass]) -> list[Pass]:
 def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> float:
     """The expected share of waiting."""
     return simulate(orders(parallel, micro_batches), costs(model, stages(model, parallel)))
-
-
-def smaller_bubbles(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> list[tuple[str, float]]:
-    """What would shrink it, best first: words to write, and the share with them."""
-    found = []
-    if runs(parallel, 2 * micro_batches):
-        found.append(("twice the micro-batches", bubble(model, parallel, 2 * micro_batches)))
-    for schedule in Schedule:
-        whole = parallel.reshard_after_forward is False or parallel.strategy is not Strategy.fsdp2
-        other = replace(parallel, schedule=schedule, stages_per_rank=None, stage_layers=None)
-        usable = schedule not in SPLIT or (whole and parallel.reduce is not Reduce.micro_batch)
-        enough = model.layers >= other.pp * stages_per_rank(other)
-        if schedule is not parallel.schedule and usable and enough and runs(other, micro_batches):
-            found.append((f"parallel.schedule={schedule.name}", bubble(model, other, micro_batches)))
-    now = bubble(model, parallel, micro_batches)
-    return sorted([way for way in found if way[1] < 0.95 * now], key=lambda way: way[1])
 
 
 class Clock:
