@@ -159,7 +159,7 @@ class Pipeline:
                 for tensor in stream:
                     dist.send(tensor.contiguous(), self.ranks[self.rank_of[index + 1]], group=self.group)
         last = self.rank_of[-1]
-        result = stream if self.here == last else self._result(inputs)
+        result = stream.contiguous() if self.here == last else self._result(inputs)  # logits may be a view
         dist.broadcast(result, self.ranks[last], group=self.group)
         return result
 

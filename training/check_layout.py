@@ -14,6 +14,7 @@ from training.resolve import DEGREES, World, data_ranks
 DDP_KEYS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
 PP_KEYS = ("schedule", "stages_per_rank", "stage_layers")
 AGAIN = (Recompute.full, Recompute.selective, Recompute.every_n)  # blocks are computed again one by one
+AUTO_WITH_STAGES = "is tried out with one micro-batch, and a pipeline holds as many at once as its schedule says"
 FSDP2_KEYS = ("reshard_after_forward", "reshard_after_backward", "prefetch_forward", "prefetch_backward", "cpu_offload")
 
 
@@ -181,7 +182,7 @@ def _pipeline(config: Config, world: World) -> Iterator[Problem]:
             yield Problem("parallel.stage_layers", given, reason, instead)
     count = _micro_batches(config)
     if config.micro_batch == "auto":
-        yield Problem("micro_batch", "auto", "is not found out with a pipeline", "micro_batch=1, or another number")
+        yield Problem("micro_batch", "auto", AUTO_WITH_STAGES, "micro_batch=1, or another number")
     elif count is not None and count >= 1 and not runs(parallel, count):
         assert config.batch_sequences is not None and isinstance(config.micro_batch, int)
         micro, rank = config.micro_batch, config.batch_sequences // data_ranks(config)

@@ -136,3 +136,17 @@ PIPELINE = [
     (layout(8, "parallel=3d"), 3),
     (layout(8, "parallel=hsdp parallel.pp=2", 4), 3),
 ]
+
+# Pipelines with what is kept, computed again or compiled; the number is that of micro-batches a step.
+PIPELINE_MODES = [
+    *[
+        (layout(2, f"parallel=pp activations={mode}"), 3)
+        for mode in ("full", "selective", "segments", "every_n", "offload")
+    ],
+    (layout(2, "parallel=pp parallel.schedule=looped_bfs activations=full"), 3),
+    (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.cpu_offload=true"), 3),
+    (layout(2, "parallel=pp compile=block"), 3),
+    (layout(2, "parallel=pp compile=model"), 3),
+    (layout(2, "parallel=pp parallel.schedule=interleaved_1f1b compile=block activations=full"), 4),
+    (layout(4, "parallel=fsdp2 parallel.pp=2 compile=block activations=selective"), 3),
+]

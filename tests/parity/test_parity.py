@@ -19,6 +19,7 @@ from tests.parity.layouts import (
     MAIN,
     OPTIONS,
     PIPELINE,
+    PIPELINE_MODES,
     STATIC_GRAPH,
     STREAMED,
     STREAMED_TENSOR,
@@ -95,6 +96,10 @@ CASES = [
         if layout.overrides == "parallel=fsdp2 parallel.tp=2"
     ],
     *[case for layout, count in PIPELINE for case in cases_of(layout, count, PIPELINE_TRAININGS)],
+    *[
+        pytest.param(Case(layout, count, PIPELINE_TRAININGS[0]), marks=pytest.mark.slow)
+        for layout, count in PIPELINE_MODES
+    ],
     *[Case(MAIN[0], times, training) for times, trainings in TENSOR_FLOAT64.items() for training in trainings],
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],
     *[pytest.param(Case(layout, 3, TENSOR_FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED_TENSOR],

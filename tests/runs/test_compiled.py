@@ -85,6 +85,14 @@ def recompiles(runs: Runs, name: str) -> list[int]:
         pytest.param(2, "parallel=fsdp2 compile=block", 1, 1, marks=pytest.mark.slow),
         (2, "parallel.pp=2 compile=block", 1, 1),
         pytest.param(1, f"compile=block {STREAMS}", 2, 2, marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            "parallel.pp=2 parallel.schedule=interleaved_1f1b model.layers=4 compile=block",
+            1,
+            1,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, "parallel.pp=2 compile=block activations=full", 1, 1, marks=pytest.mark.slow),
         pytest.param(1, "compile=block activations=full", 1, 1, marks=pytest.mark.slow),
         pytest.param(1, "compile=block activations=selective", 1, 1, marks=pytest.mark.slow),
         # whole but for the gathers of FSDP2: the embedding, a block, the rest

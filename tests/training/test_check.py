@@ -1,5 +1,6 @@
 """Every rule between keys, and that what is suggested instead is legal."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.config import ParallelConfig, Strategy
+from parallel.config import ParallelConfig, Schedule, Strategy
+from parallel.planning.stages import runs, stages
 from training.check import RANGES, accumulation, check, describe
 from training.config import Config, leaves
 from training.keys import keys
@@ -282,7 +284,16 @@ def test_ranks_that_only_tensor_parallelism_shares() -> None:
         ({"parallel__stages_per_rank": 2}, "parallel.stages_per_rank", "parallel.schedule=interleaved_1f1b"),
         ({"parallel__stage_layers": [4, 4, 2]}, "parallel.stage_layers", "parallel.stage_layers=[3,3,3,3], or null"),
         ({"parallel__stage_layers": [4, 4, 4, 1]}, "parallel.stage_layers", "parallel.stage_layers=[3,3,3,3]"),
+        ({"parallel__stage_layers": [12]}, "parallel.stage_layers", "parallel.stage_layers=[3,3,3,3]"),
+        ({"parallel__stage_layers": [0, 4, 4, 4]}, "parallel.stage_layers", "parallel.stage_layers=[3,3,3,3]"),
         ({"micro_batch": "auto"}, "micro_batch", "micro_batch=1"),
+        ({"micro_batch": 3}, "batch_sequences", "micro_batch=2"),
+        ({"batch_sequences": 2}, "micro_batch", "batch_sequences=8"),
+        (
+            {"parallel__schedule": "interleaved_1f1b", "batch_sequences": 36, "micro_batch": 2},
+            "micro_batch",
+            "batch_sequences=",
+        ),
         ({"micro_batch": 8}, "micro_batch", "micro_batch=2 or micro_batch=4 or batch_sequences=64"),
         ({"parallel__schedule": "zbv"}, "parallel.reshard_after_forward", "parallel.reshard_after_forward=false"),
         ({"parallel__reduce": "micro_batch"}, "parallel.reduce", "parallel.reduce=auto"),
@@ -304,6 +315,44 @@ def test_pipelines(values: dict[str, Any], key: str, instead: str) -> None:
     found = problems(World(8, 8), "fsdp2", **(usual | values))
     assert set(found) == {key}
     assert instead in found[key].instead
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    pp=st.integers(2, 5),
+    layers=st.integers(1, 12),
+    schedule=st.sampled_from(list(Schedule)),
+    each=st.sampled_from([None, 1, 2, 3]),
+    cut=st.none() | st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    batch=st.integers(1, 24),
+    micro=st.integers(1, 4),
+)
+def test_a_pipeline_that_passes_can_run_and_what_is_suggested_passes(
+    pp: int, layers: int, schedule: Schedule, each: int | None, cut: list[int] | None, batch: int, micro: int
+) -> None:
+    world = World(pp, pp)
+    values: dict[str, Any] = {"model__layers": layers, "batch_sequences": batch, "micro_batch": micro}
+    keys: dict[str, Any] = {
+        "parallel__schedule": schedule,
+        "parallel__stages_per_rank": each,
+        "parallel__stage_layers": cut,
+    }
+    found = problems(world, parallel__pp=pp, **keys, **values)
+    if not found:
+        config = made(world, parallel__pp=pp, **keys, **values)
+        assert batch % micro == 0 and runs(config.parallel, batch // micro)
+        assert sum(len(stage.layers) for stage in stages(config.model, config.parallel)) == layers
+        return
+    for problem in found.values():
+        for way in re.split(r",? or ", problem.instead):
+            typed = dict(re.findall(r"([\w.]+)=(\[[\d,]+\]|\w+)", way))
+            strategy = typed.pop("parallel", "single")
+            mended = {
+                key.replace(".", "__"): json.loads(v) if v[0] == "[" or v.isdigit() else v for key, v in typed.items()
+            }
+            shards = {} if strategy == "single" else {"parallel__dp_shard": -1}
+            left = problems(world, strategy, **({"parallel__pp": pp} | shards | keys | values | mended))
+            assert problem.key not in left or left[problem.key].reason != problem.reason, (problem, way)
 
 
 def test_a_micro_batch_that_is_not_given_suits_the_schedule() -> None:
