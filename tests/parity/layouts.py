@@ -73,7 +73,7 @@ TENSOR_ACTIVATIONS = [
     *[layout(4, f"parallel=fsdp2 parallel.tp=2 activations={mode}") for mode in ("full", "segments", "offload")],
 ]
 
-# Compiled graphs, which take a minute to make on a CPU.
+# Compiled graphs.
 COMPILED = [
     layout(1, "parallel=single compile=model"),
     layout(2, "parallel=ddp compile=block"),
@@ -94,6 +94,18 @@ COMPILED_TENSOR = [
     layout(2, "parallel=tp compile=model"),
     layout(4, "parallel=fsdp2 parallel.tp=2 compile=block"),
 ]
+
+# Inductor takes a quarter of a minute for a block on a CPU. These have its kernels, the others run their graphs as they
+# are.
+BY_INDUCTOR = {
+    "parallel=single compile=model",
+    "parallel=single compile=block activations=budget activations.budget=0.3",
+    "parallel=ddp compile=block",
+    "parallel=fsdp2 compile=block",
+    "parallel=tp compile=block",
+    "parallel=fsdp2 parallel.tp=2 compile=block",
+    "parallel=pp compile=block",
+}
 
 # Tensor parallelism alone and with every way of data parallelism.
 TENSOR = [
