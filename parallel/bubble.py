@@ -29,8 +29,11 @@ class Pass:
     micro_batch: int
 
 
-def orders(parallel: ParallelConfig, micro_batches: int) -> list[list[Pass]]:
-    """The passes of each rank in the order of the schedule."""
+Turn = tuple[Pass, ...]  # passes whose results are sent together, after the last of them
+
+
+def orders(parallel: ParallelConfig, micro_batches: int) -> list[list[Turn]]:
+    """The turns of each rank in the order of the schedule."""
     if parallel.schedule is Schedule["1f1b"]:  # torch's own account of it is not what it does
         return [_one_forward_one_backward(rank, parallel.pp, micro_batches) for rank in range(parallel.pp)]
     # private; seen on torch 2.11 and 2.15
@@ -38,45 +41,49 @@ def orders(parallel: ParallelConfig, micro_batches: int) -> list[list[Pass]]:
 
     each = stages_per_rank(parallel)
     of_ranks: Any = get_schedule_ops(parallel.schedule.value, parallel.pp, micro_batches, each)
-    return [[one for action in rank if action is not None for one in _passes(action)] for rank in of_ranks]
+    turns = [[_turn(action) for action in rank if action is not None] for rank in of_ranks]
+    return [[turn for turn in rank if turn] for rank in turns]
 
 
-def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Pass]:
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Turn]:
     ahead = min(ranks - rank, micro_batches)
-    order = [Pass("F", rank, number) for number in range(ahead)]
+    order: list[Turn] = [(Pass("F", rank, number),) for number in range(ahead)]
     for number in range(micro_batches):
-        order.append(Pass("B", rank, number))
+        order.append((Pass("B", rank, number),))
         if number + ahead < micro_batches:
-            order.append(Pass("F", rank, number + ahead))
+            order.append((Pass("F", rank, number + ahead),))
     return order
 
 
-def _passes(action: Any) -> list[Pass]:
-    """Two in one where a forward and a backward pass are overlapped; none in what is no pass."""
+def _turn(action: Any) -> Turn:
+    """Two passes where torch takes a forward and a backward one as one action; none where it computes nothing."""
     if action.sub_actions is not None:
-        return [one for part in action.sub_actions for one in _passes(part)]
+        return tuple(one for part in action.sub_actions for one in _turn(part))
     kind = KINDS.get(action.computation_type.name)
-    return [] if kind is None else [Pass(kind, action.stage_index, action.microbatch_index)]
+    return () if kind is None else (Pass(kind, action.stage_index, action.microbatch_index),)
 
 
-def simulate(order: list[list[Pass]], seconds: dict[int, float]) -> float:
+def simulate(order: list[list[Turn]], seconds: dict[int, float]) -> float:
     """The share of the ranks' time in which they wait, from first pass to last. seconds: of each stage's forward pass
     of a micro-batch; sending costs nothing. Raises ValueError where the order can never end."""
+    there = {one for turns in order for turn in turns for one in turn}
     ended: dict[Pass, float] = {}
     clocks, places = [0.0] * len(order), [0] * len(order)
     busy, last = 0.0, max(seconds)
-    while any(place < len(passes) for place, passes in zip(places, order, strict=True)):
+    while any(place < len(turns) for place, turns in zip(places, order, strict=True)):
         progressed = False
-        for rank, passes in enumerate(order):
-            while places[rank] < len(passes):
-                one = passes[places[rank]]
-                ready = [ended.get(need) for need in _needs(one, last, order)]
-                if None in ready:
+        for rank, turns in enumerate(order):
+            while places[rank] < len(turns):
+                turn, now = turns[places[rank]], clocks[rank]
+                needs = [_needs(one, last, there) for one in turn]
+                if any(need not in ended for needed in needs for need in needed):
                     break
-                cost = (COST if one.stage > 0 else COST_OF_FIRST)[one.kind] * seconds[one.stage]
-                clocks[rank] = max([clocks[rank], *(end for end in ready if end is not None)]) + cost
-                ended[one] = clocks[rank]
-                busy += cost
+                for one, needed in zip(turn, needs, strict=True):
+                    cost = (COST if one.stage > 0 else COST_OF_FIRST)[one.kind] * seconds[one.stage]
+                    now = max([now, *(ended[need] for need in needed)]) + cost
+                    busy += cost
+                ended |= dict.fromkeys(turn, now)
+                clocks[rank] = now
                 places[rank] += 1
                 progressed = True
         if not progressed:
@@ -84,7 +91,7 @@ def simulate(order: list[list[Pass]], seconds: dict[int, float]) -> float:
     return 1 - busy / (len(order) * max(clocks))
 
 
-def _needs(one: Pass, last: int, order: list[list[Pass]]) -> list[Pass]:
+def _needs(one: Pass, last: int, there: set[Pass]) -> list[Pass]:
     stage, micro_batch = one.stage, one.micro_batch
     if one.kind == "F":
         return [Pass("F", stage - 1, micro_batch)] if stage > 0 else []
@@ -93,7 +100,7 @@ def _needs(one: Pass, last: int, order: list[list[Pass]]) -> list[Pass]:
     if stage == last:
         return [Pass("F", stage, micro_batch)]
     after = Pass("I", stage + 1, micro_batch)
-    return [after if any(after in passes for passes in order) else Pass("B", stage + 1, micro_batch)]
+    return [after if after in there else Pass("B", stage + 1, micro_batch)]
 
 
 def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> float:

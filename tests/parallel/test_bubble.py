@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.bubble import COST, orders, simulate
+from parallel.bubble import COST, Pass, orders, simulate
 from parallel.config import ParallelConfig, Schedule
 from parallel.planning.stages import stages_per_rank
 
@@ -44,7 +44,7 @@ def test_split_backwards_wait_less(pp: int) -> None:
 def test_every_pass_is_there_once() -> None:
     for schedule in Schedule:
         parallel = ParallelConfig(pp=2, schedule=schedule)
-        passes = [one for rank in orders(parallel, 8) for one in rank]
+        passes = [one for rank in orders(parallel, 8) for turn in rank for one in turn]
         assert len(set(passes)) == len(passes)
         work = sum(COST[one.kind] for one in passes)
         assert work == 3 * 8 * 2 * stages_per_rank(parallel)
@@ -54,3 +54,12 @@ def test_an_order_that_cannot_end_is_told() -> None:
     order = orders(ParallelConfig(pp=2, schedule=Schedule["1f1b"]), 2)
     with pytest.raises(ValueError, match="circle"):
         simulate([order[0][::-1], order[1]], {0: 1.0, 1: 1.0})
+
+
+def test_results_of_a_turn_are_sent_after_it() -> None:
+    """Two stages and micro-batches, all passes of 1 second but backward ones of 2, written down by hand."""
+    first, second = [[Pass(kind, stage, number) for kind in "FB" for number in (0, 1)] for stage in (0, 1)]
+    alone = [[(one,) for one in first], [(one,) for one in second]]
+    assert simulate(alone, {0: 1.0, 1: 1.0}) == pytest.approx(1 - 12 / 18)  # GPipe's 9 seconds
+    together = [[(first[0], first[1]), (first[2],), (first[3],)], alone[1]]
+    assert simulate(together, {0: 1.0, 1: 1.0}) == pytest.approx(1 - 12 / 20)  # the second begins at 2, not at 1
