@@ -87,7 +87,7 @@ def test_the_measured_bubble_is_the_simulated_one(schedule: Schedule, longest: s
     number = parallel.pp * stages_per_rank(parallel)
     seconds = dict.fromkeys(range(number), SECONDS)
     if longest != "even":
-        seconds = {stage: SECONDS / 2 for stage in seconds} | {number - 1: SECONDS}
+        seconds = dict.fromkeys(seconds, SECONDS / 2) | {number - 1: SECONDS}
     expected = simulate(orders(parallel, MICRO_BATCHES), seconds)
     for found in run_ranks(2, measured, parallel, seconds, expected):
         assert agrees(found[-1], expected), (found, expected)
