@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from parallel.config import Dtype
-from training.advice import GIB, Device, advice
+from training.advice import Device, advice
 from training.check import check
 from training.compose import compose
 from training.config import Config
+from training.plan import GIB
 from training.resolve import World, resolve
 
 HOST, HOSTS = World(8, 8), World(16, 8)
