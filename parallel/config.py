@@ -7,6 +7,9 @@ from models.schema import Changes, key
 
 
 class Strategy(Enum):
+    """auto: fsdp2 where dp_shard is not 1, else ddp where dp_replicate is not 1, else single."""
+
+    auto = "auto"
     single = "single"
     ddp = "ddp"
     fsdp2 = "fsdp2"
@@ -40,7 +43,9 @@ class ParallelConfig:
     """Degrees of the mesh and the keys of each strategy. No key here changes the mathematics."""
 
     strategy: Strategy = key(
-        Strategy.single, "single | ddp | fsdp2 (zero1, hsdp and fsdp2 are presets of fsdp2)", Changes.layout
+        Strategy.single,
+        "single | ddp | fsdp2 (zero1, hsdp and fsdp2 are presets of fsdp2) | auto: as the degrees need it",
+        Changes.layout,
     )
     pp: int = key(1, "pipeline stages", Changes.layout)
     dp_replicate: int = key(1, "copies of the model (or of its shards); -1: the rest of the ranks", Changes.layout)

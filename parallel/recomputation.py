@@ -56,7 +56,9 @@ def told(config: ActivationsConfig, model: ModelConfig, sequence_length: int) ->
     """What is kept and what it costs, in a few words."""
     mode = settled(config, model)
     again = recomputed_flops_per_token(config, model, sequence_length)
+    if mode is Recompute.none:
+        return mode.name
     if again is None:
-        return f"{mode.name} {config.budget}"
+        return f"{mode.name} {config.budget}, more operations as torch chooses"
     share = again / flops_per_token(model, sequence_length)
-    return mode.name if again == 0 else f"{mode.name}, {share:.0%} more operations".replace("%", " %")
+    return f"{mode.name}, {share:.0%} more operations".replace("%", " %")

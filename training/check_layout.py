@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from parallel.config import ActivationsConfig, ParallelConfig, Recompute, Reduce, Scope, Strategy
 from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
+from parallel.recomputation import settled
 from training.config import Config
 from training.nearby import alternatives, around, counted, divisors_around, legal_numbers
 from training.refusal import Problem
@@ -12,6 +13,7 @@ from training.resolve import DEGREES, World, data_ranks
 
 DDP_KEYS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
 PP_KEYS = ("schedule", "stages_per_rank", "stage_layers")
+AGAIN = (Recompute.full, Recompute.selective, Recompute.every_n)  # blocks are computed again one by one
 FSDP2_KEYS = ("reshard_after_forward", "reshard_after_backward", "prefetch_forward", "prefetch_backward", "cpu_offload")
 
 
@@ -25,9 +27,9 @@ def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
                 f"{what} parallelism is not in this version",
                 f"parallel.{axis}=1",
             )
-    yield from _strategy(parallel, world)
-    yield from _tensor(config)
-    yield from _pipeline(config)
+    yield from _strategy(config, world)
+    yield from _tensor(config, world)
+    yield from _pipeline(config, world)
     reshard, shards = parallel.reshard_after_forward, parallel.dp_shard
     whole = parallel.strategy is Strategy.fsdp2 and shards >= 1
     if whole and not isinstance(reshard, bool) and (reshard < 1 or shards % reshard != 0):
@@ -57,14 +59,17 @@ def _micro_batches(config: Config) -> int | None:
     return batch // (micro * ranks)
 
 
-def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
+def _strategy(config: Config, world: World) -> Iterator[Problem]:
     """Whether the degrees use all ranks, each in a way the strategy knows."""
+    parallel = config.parallel
     degrees = {name: getattr(parallel, name) for name in DEGREES}
     if parallel.strategy is Strategy.single:
         for name in ("dp_replicate", "dp_shard"):
             if degrees[name] > 1:
                 instead = "parallel=ddp" if name == "dp_replicate" else "parallel=fsdp2"
                 yield Problem(f"parallel.{name}", degrees[name], "parallel=single uses one rank", instead)
+        if degrees["dp_replicate"] > 1 or degrees["dp_shard"] > 1:
+            return
         used = math.prod(degrees.values())
         if world.ranks > 1 and used == 1:
             reason = f"uses one rank, and there are {world.ranks}"
@@ -73,10 +78,7 @@ def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
             )
         elif used > 1 and used != world.ranks:
             axis = "tp" if degrees["tp"] > 1 else "pp"
-            instead = f"parallel.{axis}={degrees[axis] * world.ranks // used}"
-            if world.ranks % used == 0:
-                kept = " ".join(f"parallel.{name}={degrees[name]}" for name in ("pp", "tp") if degrees[name] > 1)
-                instead += f", or parallel=fsdp2 {kept} for the others to share the model's state"
+            instead = _tensor_degrees(config, world) if axis == "tp" else _stage_degrees(config, world)
             yield Problem(f"parallel.{axis}", degrees[axis], f"uses {used} ranks, and there are {world.ranks}", instead)
         return
     if parallel.strategy is Strategy.ddp and degrees["dp_shard"] != 1:
@@ -100,8 +102,8 @@ def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
     for axis in ("tp", "pp"):
         if there % degrees[axis] != 0:
             reason = f"does not divide the {counted(there, 'rank')} there are"
-            legal = alternatives(f"parallel.{axis}", divisors_around(there, degrees[axis]))
-            yield Problem(f"parallel.{axis}", degrees[axis], reason, legal)
+            instead = _tensor_degrees(config, world) if axis == "tp" else _stage_degrees(config, world)
+            yield Problem(f"parallel.{axis}", degrees[axis], reason, instead)
             return
         there //= degrees[axis]
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
@@ -128,7 +130,26 @@ def _strategy(parallel: ParallelConfig, world: World) -> Iterator[Problem]:
     yield Problem(f"parallel.{name}", degree, reason, f"{choices}; or -1 in one of them for the ranks that are left")
 
 
-def _pipeline(config: Config) -> Iterator[Problem]:
+def _stage_degrees(config: Config, world: World) -> str:
+    """What to write for parallel.pp: the degrees nearest to the given one that divide the ranks and have layers."""
+    parallel = config.parallel
+    rest = world.ranks // parallel.tp if parallel.tp >= 1 and world.ranks % parallel.tp == 0 else world.ranks
+    most = max(1, config.model.layers // stages_per_rank(parallel))
+    legal = [degree for degree in range(1, min(rest, most) + 1) if rest % degree == 0]
+    near = {max((d for d in legal if d <= parallel.pp), default=1), *[d for d in legal if d >= parallel.pp][:1]}
+    return _with_data("pp", sorted(near), rest, parallel)
+
+
+def _with_data(axis: str, degrees: list[int], rest: int, parallel: ParallelConfig) -> str:
+    """Degrees to write; the others of `rest` ranks need a strategy that has something for them to do."""
+    whole = parallel.strategy is not Strategy.single
+    return " or ".join(
+        f"parallel.{axis}={degree}" if whole or degree == rest else f"parallel=fsdp2 parallel.{axis}={degree}"
+        for degree in degrees
+    )
+
+
+def _pipeline(config: Config, world: World) -> Iterator[Problem]:
     """Whether there are layers for every stage, and micro-batches as the schedule needs them."""
     parallel, layers, pp = config.parallel, config.model.layers, config.parallel.pp
     if pp == 1:
@@ -149,7 +170,7 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         reason = (
             f"is {counted(pp * each, 'stage')} with {each} on each rank, and the model has {counted(layers, 'layer')}"
         )
-        fewer = [f"parallel.pp={layers // each}"] if layers // each > 1 else []
+        fewer = [_stage_degrees(config, world)] if layers // each > 1 else []
         fewer += ["parallel.schedule=1f1b"] if each > 1 and layers >= pp else []
         yield Problem("parallel.pp", pp, reason, " or ".join([*fewer, f"model.layers={pp * each}"]))
     elif parallel.stage_layers is not None:
@@ -201,7 +222,16 @@ def _evenly(layers: int, stages: int) -> list[int]:
     return [each + (place < more) for place in range(stages)]
 
 
-def _tensor(config: Config) -> Iterator[Problem]:
+def _tensor_degrees(config: Config, world: World) -> str:
+    """What to write for parallel.tp: the degrees nearest to the given one that divide all they must."""
+    model, parallel = config.model, config.parallel
+    rest = world.ranks // parallel.pp if parallel.pp >= 1 and world.ranks % parallel.pp == 0 else world.ranks
+    cut = (model.heads, model.key_value_heads, config.sequence_length, model.context, rest)
+    legal = divisors_around(math.gcd(*(size for size in cut if size is not None and size >= 1)), parallel.tp)
+    return _with_data("tp", legal, rest, parallel)
+
+
+def _tensor(config: Config, world: World) -> Iterator[Problem]:
     """What tensor parallelism cuts must divide, or be enough for every rank to have some."""
     model, parallel, tp = config.model, config.parallel, config.parallel.tp
     if parallel.async_tp:
@@ -218,12 +248,13 @@ def _tensor(config: Config) -> Iterator[Problem]:
     heads, kv_heads = model.heads, model.key_value_heads
     if legal_numbers(heads, kv_heads) and (heads % tp != 0 or kv_heads % tp != 0):
         cut = f"model.heads={heads}" if heads == kv_heads else f"model.heads={heads} and model.kv_heads={kv_heads}"
-        legal = alternatives("parallel.tp", divisors_around(math.gcd(heads, kv_heads), tp))
-        yield Problem("parallel.tp", tp, f"heads are shared out whole, and it does not divide {cut}", legal)
+        reason = f"heads are shared out whole, and it does not divide {cut}"
+        yield Problem("parallel.tp", tp, reason, _tensor_degrees(config, world))
     for name, length in (("sequence_length", config.sequence_length), ("model.context", model.context)):
         if length is not None and length >= 1 and length % tp != 0:
-            degrees = alternatives("parallel.tp", divisors_around(length, tp))
-            instead = f"{alternatives(name, around(length, tp))}, or {degrees}"
+            instead = _tensor_degrees(config, world)
+            if all(size % tp == 0 for size in (heads, kv_heads, world.ranks)):
+                instead = f"{alternatives(name, around(length, tp))}, or {instead}"
             yield Problem(name, length, f"sequences are cut into parallel.tp={tp} equal parts", instead)
     empty = f"cut over parallel.tp={tp} as torch.chunk does leaves a rank with nothing"
     if not _enough(model.feedforward_dim, tp):
@@ -256,9 +287,24 @@ def compile_rules(config: Config, world: World) -> Iterator[Problem]:
         )
 
 
+def compiled_rules(config: Config) -> Iterator[Problem]:
+    """Of a model that is compiled: asked for, or chosen for a GPU when the device is known."""
+    tp, dropout, mode = config.parallel.tp, config.model.dropout, config.activations.mode
+    if tp < 2 or (mode is Recompute.auto and config.model.vocab_size is None):
+        return
+    mode = settled(config.activations, config.model)
+    if mode is Recompute.budget:
+        reason = f"torch cannot weigh what to keep in a graph that is cut over parallel.tp={tp}"
+        yield Problem("activations.mode", "budget", reason, "activations=selective, or parallel.tp=1")
+    if mode in AGAIN and dropout > 0:
+        reason = f"torch cannot compute dropout again in a compiled graph that is cut over parallel.tp={tp}"
+        instead = "activations=none, activations=segments, compile=none or model.dropout=0"
+        yield Problem("activations.mode", config.activations.mode.name, reason, instead)
+
+
 def activations_rules(config: Config, world: World) -> Iterator[Problem]:
     activations, layers, default = config.activations, config.model.layers, ActivationsConfig()
-    mode, segments = activations.mode, activations.segments
+    mode, segments, every = activations.mode, activations.segments, activations.every_n
     for user in (Recompute.segments, Recompute.every_n, Recompute.budget):
         value = getattr(activations, user.name)
         if mode is not user and value != getattr(default, user.name):
@@ -268,7 +314,15 @@ def activations_rules(config: Config, world: World) -> Iterator[Problem]:
         reason = f"a segment is one block at least, and there are {layers}"
         instead = f"activations.segments={layers}, or null for the square root of the layers"
         yield Problem("activations.segments", segments, reason, instead)
+    if mode is Recompute.every_n and legal_numbers(layers) and every > layers:
+        reason = f"only the first of {counted(layers, 'block')} would be computed again"
+        yield Problem("activations.every_n", every, reason, f"activations.every_n={layers}")
+    if mode is Recompute.budget and activations.budget < 1 and config.model.dropout > 0:
+        reason = "torch would draw another mask where it computes dropout again, which gives wrong gradients"
+        yield Problem("activations.mode", "budget", reason, "activations=selective, or model.dropout=0")
     scope = config.compile.scope
+    if scope in (Scope.block, Scope.model):
+        yield from compiled_rules(config)
     compiled = scope in (Scope.block, Scope.model) or (scope is Scope.auto and config.hardware.device == "cuda")
     if mode is Recompute.budget and not compiled:
         only = ", which compiles on a GPU only" if scope is Scope.auto else ""

@@ -142,9 +142,11 @@ def _unsettled(config: Config, chosen: Chosen) -> list[Problem]:
 
 
 def _unrelated(problems: list[Problem], wrong: list[Problem]) -> list[Problem]:
-    """Those that do not speak of a key that is itself wrong: they may be gone when it is mended."""
-    names = "|".join(re.escape(problem.key.lstrip("+~")) for problem in wrong)
-    return [problem for problem in problems if not re.search(rf"(?<![\w.])({names})(?![\w.])", str(problem))]
+    """Those that do not speak of a key that is itself wrong, or of its group: they may be gone when it is mended."""
+    keys = [problem.key.lstrip("+~") for problem in wrong]
+    names, groups = "|".join(map(re.escape, keys)), {key.rpartition(".")[0] for key in keys}
+    named = re.compile(rf"(?<![\w.])({names})(?![\w.])")
+    return [problem for problem in problems if problem.key not in groups and not named.search(str(problem))]
 
 
 def _let_one_win(config: Config, typed: set[str]) -> None:

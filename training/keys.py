@@ -219,7 +219,8 @@ def unknown(name: str, typed: str, more: Iterable[str] = (), prefix: str = "") -
     """The problem of a key that does not exist, with the keys and groups most like it.
 
     `typed`: its value as written; `more`: names beside those of the schema; `prefix`: a + or ~ before the key."""
-    near = nearest(name, {*keys(), *sections(), *more})
+    groups = () if "." in name else (*sections(), *more)  # what they take is a preset's name
+    near = nearest(name, {*keys(), *groups})
     everywhere = "a key of docs/configuration.md; `python train.py --cfg job` lists them with their values"
     instead = " or ".join(f"{other}={typed}" for other in near) or everywhere
     return Problem(prefix + name, typed, "there is no such key", instead)

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shutil
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel.config import Scope
 from parallel.mesh import build_mesh, launched, start_process_group
+from training.check_layout import compiled_rules
 from training.config import Config
 from training.faults import Stopped, StopRequest
 from training.folder import RunFolder
@@ -79,6 +83,10 @@ def find_place(config: Config, world: World) -> Place:
             raise Refusal(
                 [Problem("parallel.schedule", name, reason, "parallel.schedule=interleaved_1f1b, or torch 2.15")]
             )
+    if config.compile.scope is Scope.auto and device.type == "cuda" and (problems := list(compiled_rules(config))):
+        raise Refusal(problems)
+    if config.compile.scope in (Scope.block, Scope.model) and device.type == "cpu":
+        check_compiler(config.compile.scope)
     make_deterministic(config.deterministic)
     folder = RunFolder(config.out, config.name, config.checkpoint.dir)
     console = Console() if rank == 0 else Silent()
@@ -87,6 +95,14 @@ def find_place(config: Config, world: World) -> Place:
     status = Status(folder.status_path, command())
     stop = StopRequest(config.max_minutes)
     return Place(rank, world, device, folder, console, status, stop, Ranks.alone(), trains=not config.eval_only)
+
+
+def check_compiler(scope: Scope) -> None:
+    """Whether torch.compile finds what makes its kernels for a CPU. Raises Refusal."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
+    if shutil.which(compiler) is None:
+        reason = f"needs a C++ compiler on a CPU, and there is no {compiler}"
+        raise Refusal([Problem("compile", scope.name, reason, "compile=none, or set CXX to a compiler")])
 
 
 def find_device(wanted: str) -> torch.device:

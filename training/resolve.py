@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from parallel.config import Dtype, ParallelConfig
+from parallel.config import Dtype, ParallelConfig, Strategy
 from parallel.planning.stages import runs
 from training.config import Config, ScheduleKind, TokenizerKind
 from training.schedule import DEFAULT_DECAY_SHARE, DEFAULT_WARMUP_SHARE
@@ -126,7 +126,8 @@ def resolve_epochs(config: Config, train_tokens: int) -> None:
 
 
 def _resolve_degrees(parallel: ParallelConfig, world: World) -> None:
-    """Replaces -1 by the rest of the ranks. Twice: dp_shard is the rest of a host, dp_replicate the rest."""
+    """Replaces -1 by the rest of the ranks, twice -1 by the rest of a host (dp_shard) and then of all, and the strategy
+    auto."""
     if parallel.dp_replicate == parallel.dp_shard == -1:
         others = parallel.pp * parallel.cp * parallel.tp
         if others > 0 and world.ranks_per_host % others == 0:
@@ -136,6 +137,9 @@ def _resolve_degrees(parallel: ParallelConfig, world: World) -> None:
         others = math.prod(getattr(parallel, name) for name in DEGREES if name != open_degrees[0])
         if others > 0 and world.ranks % others == 0:
             setattr(parallel, open_degrees[0], world.ranks // others)
+    if parallel.strategy is Strategy.auto:
+        copied = Strategy.single if parallel.dp_replicate == 1 else Strategy.ddp
+        parallel.strategy = copied if parallel.dp_shard == 1 else Strategy.fsdp2
 
 
 def _resolve_schedule(config: Config) -> None:

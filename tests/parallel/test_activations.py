@@ -68,6 +68,43 @@ def test_the_same_bits_with_dropout_and_in_low_precision() -> None:
     assert different == []
 
 
+def slopes() -> dict[tuple[bool, str], float]:
+    """Along a direction, by backward, relative to the difference of two losses; compiled blocks and others."""
+    found = {}
+    for compiled, mode in product((False, True), MODES):
+        torch.compiler.reset()
+        config = small(layers=2, dropout=0.2)
+        model = random_decoder(config, dtype=torch.float64)
+        keep_activations(model, ActivationsConfig(mode=Recompute[mode]), CPU)
+        for block in model.blocks.values() if compiled else ():
+            block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        tokens = random_tokens(config, BATCH, 16)
+
+        def loss(model: Decoder = model, tokens: Tensor = tokens) -> Tensor:
+            torch.manual_seed(7)
+            found = model(tokens=tokens, labels=tokens)
+            assert isinstance(found, Tensor)
+            return found
+
+        loss().backward()
+        torch.manual_seed(1)
+        along = {p: torch.randn_like(p) for p in model.parameters()}
+        slope = sum(float((p.grad * d).sum()) for p, d in along.items() if p.grad is not None)
+        values = []
+        with torch.no_grad():
+            for move in (1e-6, -2e-6):
+                for parameter, direction in along.items():
+                    parameter.add_(direction, alpha=move)
+                values.append(float(loss()))
+        found[compiled, mode] = slope / ((values[0] - values[1]) / 2e-6)
+    return found
+
+
+def test_dropout_is_computed_again_with_the_same_mask() -> None:
+    [found] = run_ranks(1, slopes)
+    assert found == {case: pytest.approx(1, abs=1e-6) for case in product((False, True), MODES)}
+
+
 def test_names_do_not_change() -> None:
     names = list(random_decoder(small()).state_dict())
     for mode in MODES:
@@ -113,7 +150,7 @@ def passes() -> dict[str, Pass]:
         model = kept_as(mode, small())
         x = torch.randn(BATCH, SEQ, DIM)
         with profile(profile_memory=True, use_kineto=False) as profiled:
-            (y,) = model.walk(tuple(model.blocks.values()), (x,), positions=None, documents=None)
+            (y,) = model.walk(tuple(model.blocks.values()), (x,), [None] * LAYERS, positions=None, documents=None)
         events = profiled.function_events
         assert events is not None
         with Counted() as counted:
@@ -180,8 +217,9 @@ def offloaded() -> dict[str, Any]:
     model = kept_as("offload", small())
     outputs: list[Tensor] = []
     for block in model.blocks.values():
-        block.register_forward_hook(lambda module, inputs, output: outputs.append(output[0]))
-    (y,) = model.walk(tuple(model.blocks.values()), (torch.randn(BATCH, SEQ, DIM),), positions=None, documents=None)
+        block.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    x = torch.randn(BATCH, SEQ, DIM)
+    (y,) = model.walk(tuple(model.blocks.values()), (x,), [None] * LAYERS, positions=None, documents=None)
 
     def on_device() -> list[float]:
         each = len(moved) // 3
@@ -220,7 +258,7 @@ def collectives_in_backward(mode: str) -> Counter[str]:
     model.to_empty(device="cpu")
     keep_activations(model, ActivationsConfig(mode=Recompute[mode]), CPU)
     share = torch.randn(BATCH, SEQ // 2, DIM, requires_grad=True)
-    (y,) = model.walk(tuple(model.blocks.values()), (share,), positions=None, documents=None)
+    (y,) = model.walk(tuple(model.blocks.values()), (share,), [None] * LAYERS, positions=None, documents=None)
     with Counted() as counted:
         y.sum().backward()
     dist.destroy_process_group()

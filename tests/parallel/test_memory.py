@@ -131,7 +131,7 @@ def test_blocks_keep_what_the_formula_says(mode: Recompute, shape: dict[str, Any
     keep_activations(model, activations, CPU)
     x = torch.randn(batch, length, config.dim, dtype=compute_dtype(dtype), requires_grad=True)
     with Alive() as alive:
-        after = model.walk(tuple(model.blocks.values()), (x,), positions=None, documents=None)
+        after = model.walk(tuple(model.blocks.values()), (x,), [None] * 5, positions=None, documents=None)
     found = x.nbytes + alive.bytes_without([*model.parameters(), *after])
     assert found == batch * length * kept_bytes(config, activations, dtype)[0]
 

@@ -1,5 +1,6 @@
 """From the command line and the files to a Config, and what a user sees when it is refused."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -173,6 +174,65 @@ def test_refusals(argv: list[str], keys: list[str]) -> None:
 )
 def test_what_would_be_refused_next_is_told_too(argv: list[str], keys: list[str]) -> None:
     assert [problem.key for problem in refused("check_only=true", *argv)] == keys
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "parallel=tp parallel.tp=8 model.heads=4",
+        "parallel=tp parallel.tp=3 model.heads=8",
+        "parallel=fsdp2 parallel.tp=3 model.dim=120 model.heads=6 sequence_length=64",
+        "parallel=fsdp2 parallel.tp=8 model.heads=4 model.kv_heads=2",
+        "parallel=pp parallel.pp=2 micro_batch=1",
+        "parallel=pp model.layers=5 micro_batch=1",
+        "parallel=fsdp2_tp compile=block activations=full model.dropout=0.1",
+        "parallel=fsdp2_tp compile=block activations=budget",
+        "compile=block activations=budget model.dropout=0.1 parallel=fsdp2",
+        "parallel=fsdp2 activations=every_n activations.every_n=100",
+        "parallel=fsdp2 model.value_embeddings=3",
+    ],
+)
+def test_what_is_suggested_is_legal(line: str) -> None:
+    """Each of the ways that are named, typed behind the line, mends its key and breaks no other."""
+    words = ["check_only=true", "hardware.gpus=8", *line.split()]
+    with pytest.raises(Refusal) as refused:
+        settle(*compose(words))
+    for problem in refused.value.problems:
+        for way in re.split(r" or |, or |, ", problem.instead):
+            group = way.startswith("parallel=")
+            kept = [word for word in words if not (group and word.startswith("parallel="))]
+            try:
+                settle(*compose([*kept, *way.split()]))
+            except Refusal as again:
+                left = {other.key for other in again.problems}
+                assert left <= {other.key for other in refused.value.problems} - {problem.key}, way
+
+
+@pytest.mark.parametrize(
+    ("line", "strategy"),
+    [
+        ("parallel=tp parallel.dp_shard=4 model.heads=4", Strategy.fsdp2),
+        ("parallel=tp parallel.dp_replicate=4 model.heads=4", Strategy.ddp),
+        ("parallel=pp parallel.pp=2 parallel.dp_shard=-1 micro_batch=1", Strategy.fsdp2),
+        ("parallel=tp model.heads=8", Strategy.single),
+    ],
+)
+def test_degrees_on_a_preset_of_one_axis(line: str, strategy: Strategy) -> None:
+    config, chosen = compose(["check_only=true", "hardware.gpus=8", *line.split()])
+    settle(config, chosen)
+    assert config.parallel.strategy is strategy
+
+
+def test_a_wrong_key_of_a_group_is_no_preset() -> None:
+    with pytest.raises(Refusal) as refused:
+        compose(["parallel=tp", "parallel.sequence_parallel=false"])
+    assert " parallel=false" not in str(refused.value)
+
+
+def test_a_degree_of_a_wrong_type_is_one_problem() -> None:
+    with pytest.raises(Refusal) as refused:
+        compose(["parallel=tp", "parallel.tp=1.5", "check_only=true", "hardware.gpus=2"])
+    assert [problem.key for problem in refused.value.problems] == ["parallel.tp"]
 
 
 def test_problems_of_a_file_and_between_keys_are_told_together(folder: Path) -> None:
