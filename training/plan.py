@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from models.shapes import parameter_shapes
-from parallel.config import Dtype, ParallelConfig, Recompute, Strategy
+from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy
 from parallel.planning.layout import master_bytes
 from parallel.planning.memory import Memory, memory
 from parallel.planning.stages import as_scheduled, costs, stage_with, stages
@@ -82,12 +82,17 @@ def _first_that_fits(
     taken: list[float] = []
     for mode in modes:
         planned = memory_of(replace(config, activations=replace(config.activations, mode=mode)), dtype)
-        if planned is None or memory_bytes is None:
+        if planned is None or memory_bytes is None or _cannot_again(config):
             return modes[0], ""
         taken.append(planned.total)
         if planned.total <= FITS * memory_bytes:
             break
     return mode, f"{modes[0].name} would take {gib(taken[0], memory_bytes)}, {mode.name} {gib(taken[-1], memory_bytes)}"
+
+
+def _cannot_again(config: Config) -> bool:
+    """Whether torch cannot compute blocks again: training.check_layout refuses what may be compiled so."""
+    return config.parallel.tp > 1 and config.model.dropout > 0 and config.compile.scope is not Scope.none
 
 
 def gib(used: float, of: float) -> str:

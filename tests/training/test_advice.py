@@ -62,6 +62,14 @@ def test_tensor_parallelism_is_right_where_there_are_fewer_sequences_than_ranks(
     assert told(f"{GPT2} parallel=tp parallel.tp=4 batch_sequences=2 micro_batch=1", World(4, 4)) == []
 
 
+def test_a_pipeline_of_what_fits_a_device() -> None:
+    staged = f"{GPT2} parallel=pp parallel.pp=2 parallel.dp_replicate=4 parallel.strategy=ddp"
+    assert told(staged) == ["parallel.pp=2"]
+    assert told(staged, device=SMALL) == []
+    assert told(staged, device=UNKNOWN) == []
+    assert told(f"{GPT2} parallel=3d") == ["parallel.tp=2", "parallel.pp=2"]
+
+
 def test_tensor_parallelism_across_hosts() -> None:
     wide = "model.heads=16 model.dim=1024 parallel=fsdp2 parallel.tp=16 parallel.reshard_after_forward=false"
     assert told(f"{GPT2} {wide}", HOSTS, UNKNOWN) == ["parallel.tp=16"]
