@@ -1,15 +1,12 @@
 """What a config costs, by the formulas of parallel.planning. No torch here."""
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from models.shapes import parameter_shapes
 from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy
-from parallel.planning.layout import master_bytes
+from parallel.planning.layout import master_bytes, values
 from parallel.planning.memory import Memory, memory
-from parallel.planning.stages import as_scheduled, costs, stage_with, stages
+from parallel.planning.stages import as_scheduled, costs, stage_shapes, stages
 from parallel.planning.traffic import Batch, Traffic, traffic
 from parallel.recomputation import settled
 from training.config import Config, OptimizerKind
@@ -136,11 +133,7 @@ def stages_table(config: Config, dtype: Dtype) -> str:
         return ""
     cut = stages(model, parallel)
     flops = costs(model, cut)
-    shapes = parameter_shapes(model)
-    shapes |= {second: shapes[first] for second, first in model.shared_parameters.items()}
-    held = Counter[int]()
-    for name, shape in shapes.items():
-        held[stage_with(name, cut).index] += math.prod(shape)
+    held = {stage.index: values(stage_shapes(model, parallel, stage)) for stage in cut}
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     rows = []
     for stage in cut:

@@ -64,11 +64,6 @@ def head_bytes(model: ModelConfig, compute: Dtype, tp: int = 1, waits: bool = Fa
     return scores / tp + stream_bytes(model, compute, tp) + model.dim * BYTES[compute]
 
 
-def activation_bytes(model: ModelConfig, activations: ActivationsConfig, compute: Dtype, tp: int = 1) -> float:
-    """Of one micro-batch and the whole model at the peak."""
-    return running_bytes(model, Stage(0, range(model.layers), True, True, 0), activations, compute, tp)
-
-
 def running_bytes(
     model: ModelConfig, stage: Stage, activations: ActivationsConfig, compute: Dtype, tp: int = 1
 ) -> float:

@@ -89,6 +89,7 @@ def test_a_rank_of_512_holds_what_the_formula_says(name: str, degrees: Degrees, 
     assert run_ranks(1, bytes_here, name, degrees, rank, False) == [formula(name, degrees, rank)]
 
 
+@pytest.mark.slow
 def test_a_rank_of_512_draws_what_it_holds() -> None:
     [found] = run_ranks(1, bytes_here, "7B", Degrees(1, 64), 511, True)
     assert found == formula("7B", Degrees(1, 64), 511)

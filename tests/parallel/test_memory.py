@@ -20,7 +20,7 @@ from parallel.activations import keep_activations
 from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Schedule
 from parallel.local import is_sharded, local
 from parallel.mesh import data_coordinate, start_process_group
-from parallel.planning.activations import activation_bytes, kept_bytes, peak_bytes, waiting_bytes
+from parallel.planning.activations import kept_bytes, peak_bytes, running_bytes, waiting_bytes
 from parallel.planning.memory import held_values, memory
 from parallel.planning.stages import Stage, order_of
 from parallel.planning.traffic import Batch
@@ -139,7 +139,8 @@ def test_blocks_keep_what_the_formula_says(mode: Recompute, shape: dict[str, Any
 def activations(mode: Recompute, **keys: Any) -> float:
     """Bytes for a token of a model of 9 blocks in bf16, with hardly a vocabulary."""
     model = ModelConfig(layers=9, dim=64, heads=4, vocab_size=1, vocab_multiple=1)
-    return activation_bytes(model, ActivationsConfig(mode=mode, **keys), Dtype.bf16)
+    everything = Stage(0, range(model.layers), True, True, 0)
+    return running_bytes(model, everything, ActivationsConfig(mode=mode, **keys), Dtype.bf16)
 
 
 def test_each_mode_keeps_what_it_is_for() -> None:

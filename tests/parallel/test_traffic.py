@@ -63,14 +63,14 @@ PIPELINES = [
     (layout(2, "parallel=pp parallel.schedule=gpipe activations=full"), 2, "tied for pp"),
     (layout(4, "parallel=pp"), 6, "tied for pp"),
     (layout(4, f"parallel=pp {LOOPS}"), 4, "streams for pp"),
-    (layout(4, "parallel=ddp parallel.pp=2"), 3, "streams for pp"),
+    (layout(4, "parallel=pp parallel.pp=2 parallel.tp=2"), 3, "streams for pp"),
     (layout(4, "parallel=fsdp2 parallel.pp=2"), 3, "streams for pp"),
     (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.schedule=gpipe"), 3, "untied for pp"),
     (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.reshard_after_forward=false"), 3, "tied for pp"),
     (layout(4, f"parallel=fsdp2 parallel.pp=2 {LOOPS} activations=segments"), 6, "streams for pp"),
     (layout(4, f"parallel=fsdp2 parallel.pp=2 {LOOPS} parallel.stages_per_rank=4"), 2, "streams for pp"),
     (layout(4, "parallel=zero1 parallel.pp=2"), 3, "untied for pp"),
-    (layout(4, "parallel=pp parallel.pp=2 parallel.tp=2"), 3, "streams for pp"),
+    (layout(4, "parallel=ddp parallel.pp=2"), 3, "streams for pp"),
     (layout(4, f"parallel=pp parallel.pp=2 parallel.tp=2 {LOOPS} activations=segments"), 2, "tied for pp"),
     (layout(4, "parallel=pp parallel.pp=2 parallel.tp=2 activations=every_n"), 3, "streams for pp"),
 ]
@@ -164,10 +164,11 @@ def test_a_step_makes_the_collectives_of_the_formulas_and_no_other(ranks: int, s
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_a_step_of_a_pipeline_sends_what_the_formulas_say(ranks: int, share: int) -> None:
-    """The cases in three shares."""
-    assert differing(ranks, PIPELINE_CASES[share::3]) == []
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_step_of_a_pipeline_sends_what_the_formulas_say(ranks: int, quick: bool) -> None:
+    """Each fifth case, or the others."""
+    some = [case for place, case in enumerate(PIPELINE_CASES) if (place % 5 == 0) is quick]
+    assert differing(ranks, some) == []
 
 
 def differing(ranks: int, some: list[Case]) -> list[str]:
