@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from training.advice import Device, advice
 from training.check import describe, settle
 from training.compose import check_command, from_hydra, refusing
+from training.plan import settle_activations
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
@@ -18,8 +19,12 @@ def main(composed: DictConfig) -> None:
         world = settle(config, chosen)
         if config.check_only:
             if os.environ.get("RANK", "0") == "0":
+                device = Device.described(config)
+                why = settle_activations(config, device.dtype, device.memory_bytes)
                 print(describe(config, chosen))
-                for told in advice(config, world, Device.described(config)):
+                if why:
+                    print(f"# {why}")
+                for told in advice(config, world, device):
                     print(f"# advice: {told}")
             return
         from training.run import run  # imports torch, which takes seconds

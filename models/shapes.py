@@ -29,12 +29,8 @@ def block_shapes(config: ModelConfig, layer: int) -> Shapes:
     return shapes | _linear("feedforward.up", ffn, dim, config) | _linear("feedforward.down", dim, ffn, config)
 
 
-def root_shapes(config: ModelConfig) -> Shapes:
-    """The parameters outside of the blocks, with the vocabulary's padding; a tied head is the embedding's."""
-    return _first_shapes(config) | _last_shapes(config)
-
-
 def _first_shapes(config: ModelConfig) -> Shapes:
+    """With the vocabulary's padding; a tied head is the embedding's."""
     rows = config.padded_vocab_size
     tables: Shapes = {"embed.tokens.weight": (rows, config.dim), "embed.positions.weight": (config.context, config.dim)}
     values = range(config.value_embeddings)

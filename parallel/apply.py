@@ -12,10 +12,10 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.activations import keep_activations
 from parallel.compile import compile_model
-from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Recompute, Scope, Strategy
+from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy
 from parallel.data import DataParallel, Replicated, Sharded, Single
 from parallel.materialize import materialize
-from parallel.planning.stages import SPLIT
+from parallel.planning.stages import SPLIT, as_scheduled
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
 from parallel.replicas import check_replicas
 
@@ -77,9 +77,9 @@ def parallelize(
 
         assert mesh is not None
         held = stages_here(model, parallel, mesh)
-        if parallel.schedule in SPLIT:  # a backward pass in two parts can neither be compiled nor compute again
+        activations = as_scheduled(activations, parallel)
+        if parallel.schedule in SPLIT:  # nor can a backward pass in two parts be compiled
             compile = replace(compile, scope=Scope.none)
-            activations = replace(activations, mode=Recompute.none)
     with torch.device("meta"):
         decoder = Decoder(model) if parallel.pp == 1 else build_decoder(model, held)
     if master_dtype(precision) is not torch.float32:

@@ -175,7 +175,7 @@ class ActivationsConfig:
 
     mode: Recompute = key(
         Recompute.auto,
-        "auto (none below a billion parameters, else selective) | none (all is kept) | full | selective | segments | every_n | budget | offload: docs/activations.md",
+        "auto (none below a billion parameters, else selective; less where it would not fit a device) | none (all is kept) | full | selective | segments | every_n | budget | offload: docs/activations.md",
         Changes.layout,
     )
     segments: int | None = key(

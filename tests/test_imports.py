@@ -22,6 +22,7 @@ WITHOUT_TORCH = [
     "parallel.planning.activations",
     "parallel.planning.layout",
     "parallel.planning.memory",
+    "parallel.planning.stages",
     "parallel.planning.traffic",
     "training.advice",
     "training.check",

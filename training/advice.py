@@ -8,11 +8,9 @@ from models.flops import flops_per_token
 from parallel.config import Dtype, Recompute, Scope, Strategy
 from parallel.planning.layout import reshards_to
 from training.config import Config
-from training.plan import memory_of, whole_replica
+from training.plan import FITS, gib, memory_of, whole_replica
 from training.resolve import World
 
-GIB = 2**30
-FITS = 0.8  # of a device's memory; what estimates do not see needs the rest
 LONG_SECONDS = 3600.0
 
 
@@ -43,19 +41,26 @@ def advice(config: Config, world: World, device: Device) -> list[str]:
 
 
 def _whole_replica_fits(config: Config, world: World, device: Device) -> Iterator[str]:
-    """Tensor parallelism and ZeRO-3 save memory and cost communication."""
+    """Tensor parallelism, pipelines and ZeRO-3 save memory and cost communication."""
     parallel = config.parallel
     whole = memory_of(config, device.dtype, whole_replica(config))
     if whole is None or device.memory_bytes is None or whole.total > FITS * device.memory_bytes:
         return
-    fits = f"a whole copy of the model's state and activations fits a device: {_gib(whole.total, device.memory_bytes)}"
+    fits = f"a whole copy of the model's state and activations fits a device: {gib(whole.total, device.memory_bytes)}"
     assert config.batch_sequences is not None
-    if parallel.tp > 1 and config.batch_sequences % world.ranks == 0:
-        yield (
-            f"parallel.tp={parallel.tp}: {fits}. Tensor parallelism waits for other ranks in each layer; "
-            "parallel=ddp or parallel=zero1 only once a step"
-        )
-    elif parallel.strategy is Strategy.fsdp2 and parallel.dp_shard > 1 and reshards_to(parallel) is not None:
+    if parallel.tp * parallel.pp > 1 and config.batch_sequences % world.ranks == 0:
+        if parallel.tp > 1:
+            waits = "Tensor parallelism waits for other ranks in each layer"
+            yield f"parallel.tp={parallel.tp}: {fits}. {waits}; parallel=ddp or parallel=zero1 only once a step"
+        if parallel.pp > 1:
+            waits = "Ranks of a pipeline wait while it fills and empties"
+            yield f"parallel.pp={parallel.pp}: {fits}. {waits}; parallel=ddp or parallel=zero1 never do"
+    elif (
+        parallel.pp == 1
+        and parallel.strategy is Strategy.fsdp2
+        and parallel.dp_shard > 1
+        and reshards_to(parallel) is not None
+    ):
         yield (
             f"parallel.reshard_after_forward={str(parallel.reshard_after_forward).lower()}: {fits}. "
             "Parameters are gathered twice in each micro-batch, by parallel=zero1 once a step, by parallel=ddp never"
@@ -79,7 +84,7 @@ def _full_recompute(config: Config, world: World, device: Device) -> Iterator[st
     if planned is not None and planned.total <= FITS * device.memory_bytes:
         yield (
             "activations=full: computes the matrix products of each block again; activations=selective keeps them, and "
-            f"fits a device: {_gib(planned.total, device.memory_bytes)}"
+            f"fits a device: {gib(planned.total, device.memory_bytes)}"
         )
 
 
@@ -96,7 +101,3 @@ def _eager(config: Config, world: World, device: Device) -> Iterator[str]:
             f"compile=none: the run takes {seconds / 3600:.1f} hours at least, at the devices' peak; "
             "compile=block takes a minute and makes each step faster"
         )
-
-
-def _gib(used: float, of: float) -> str:
-    return f"{used / GIB:.2f} of {of / GIB:.0f} GiB"

@@ -35,7 +35,7 @@ from training.metrics.writers import Writers
 from training.nearby import counted
 from training.optimizers.build import build_optimizer
 from training.place import Place
-from training.plan import axes_table, batch_of, stages_table
+from training.plan import axes_table, batch_of, settle_activations, stages_table
 from training.refusal import Problem, Refusal
 from training.resolve import DEGREES, Chosen, World, resolve_epochs
 from training.schedule import Schedule
@@ -114,6 +114,8 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     """A run that is ready for `restore` and its steps. Rank 0 leaves config.yaml and environment.json in the folder."""
     assert config.steps is not None and config.sequence_length is not None and config.batch_sequences is not None
     dtype = settle(config.precision, place.device)
+    if why := settle_activations(config, dtype, least_memory(config, place, dtype)):
+        place.console.say(why)
     spread = spread_model(config, place, dtype)
     step = Step(spread, place.mesh, build_optimizer(config.optimizer, spread.model), config.optimizer.clip)
     speed = speed_of(config, place, dtype, config.batch_sequences * config.sequence_length)
@@ -229,6 +231,13 @@ def device_of(config: Config, place: Place, dtype: Dtype) -> Device:
         return Device(dtype, config.hardware.memory_bytes, None)
     memory = config.hardware.memory_bytes or torch.cuda.get_device_properties(place.device).total_memory
     return Device(dtype, memory, speed_of(config, place, dtype, 1).peak_flops)
+
+
+def least_memory(config: Config, place: Place, dtype: Dtype) -> float | None:
+    """Bytes of the smallest device of the run, the same on every rank; None where one is not known. A collective."""
+    of_ranks = place.ranks.gather(device_of(config, place, dtype).memory_bytes)
+    known = [memory for memory in of_ranks if memory is not None]
+    return min(known) if len(known) == len(of_ranks) else None
 
 
 def bubble_of(config: Config, world: World) -> str:

@@ -1,69 +1,129 @@
 """What a config costs, by the formulas of parallel.planning. No torch here."""
 
-import math
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
-from models.shapes import parameter_shapes
-from parallel.config import Dtype, ParallelConfig, Strategy
-from parallel.planning.layout import master_bytes
+from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy
+from parallel.planning.layout import master_bytes, values
 from parallel.planning.memory import Memory, memory
-from parallel.planning.stages import costs, stage_with, stages
+from parallel.planning.stages import as_scheduled, costs, stage_shapes, stages
 from parallel.planning.traffic import Batch, Traffic, traffic
+from parallel.recomputation import settled
 from training.config import Config, OptimizerKind
 from training.metrics.console import table
 from training.resolve import data_ranks
 
+GIB = 2**30
+FITS = 0.8  # of a device's memory; what estimates do not see needs the rest
+LADDER = (Recompute.none, Recompute.selective, Recompute.full)  # each keeps less than the one before
 
-def batch_of(config: Config) -> Batch | None:
-    """Of a rank and step; None while it is not known."""
+
+def batch_of(config: Config, parallel: ParallelConfig | None = None) -> Batch | None:
+    """Of a rank and step, with this layout or another; None while it is not known."""
     sequences, micro, length = config.batch_sequences, config.micro_batch, config.sequence_length
     if sequences is None or not isinstance(micro, int) or length is None:
         return None
-    return Batch(micro, sequences // (micro * data_ranks(config)), length)
+    of = parallel or config.parallel
+    each = max(sequences // (of.dp_replicate * of.dp_shard), 1)
+    micro = min(micro, each)
+    return Batch(micro, each // micro, length)
 
 
-def traffic_of(config: Config, dtype: Dtype) -> list[Traffic]:
-    """A step's collectives; none while vocabulary or batch are not known, or with a pipeline, whose stages the formulas
-    do not know yet. dtype: of the computation, settled."""
+def traffic_of(config: Config, dtype: Dtype) -> tuple[int, list[Traffic]]:
+    """A step's collectives of the rank along pp that sends the most, and which it is; none while vocabulary or batch
+    are not known. dtype: of the computation, settled."""
     batch = batch_of(config)
-    if batch is None or config.model.vocab_size is None or config.parallel.pp > 1:
-        return []
-    return traffic(config.model, config.parallel, dtype, config.precision.reduce_dtype, batch, config.activations)
+    if batch is None or config.model.vocab_size is None:
+        return 0, []
+    layout = (config.model, config.parallel, dtype, config.precision.reduce_dtype, batch, config.activations)
+    found = [traffic(*layout, pipeline_rank=rank) for rank in range(config.parallel.pp)]
+    most = max(range(len(found)), key=lambda rank: sum(entry.sent_bytes for entry in found[rank]))
+    return most, found[most]
 
 
 def memory_of(config: Config, dtype: Dtype, parallel: ParallelConfig | None = None) -> Memory | None:
-    """A rank's memory, or what it would be with another layout; None while vocabulary or batch are not known, or with a
-    pipeline, whose stages the formulas do not know yet."""
-    batch = batch_of(config)
-    if batch is None or config.model.vocab_size is None or config.parallel.pp > 1:
+    """The memory of the rank that needs the most, with this layout or another; None while vocabulary or batch are not
+    known."""
+    parallel = parallel or config.parallel
+    batch = batch_of(config, parallel)
+    if batch is None or config.model.vocab_size is None:
         return None
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
-    reduce = config.precision.reduce_dtype
-    return memory(config.model, parallel or config.parallel, dtype, reduce, batch, config.activations, moments)
+    layout = (config.model, parallel, dtype, config.precision.reduce_dtype, batch, config.activations, moments)
+    return max((memory(*layout, rank) for rank in range(parallel.pp)), key=lambda found: found.total)
+
+
+def settle_activations(config: Config, dtype: Dtype, memory_bytes: float | None) -> str:
+    """Writes into the config what activations=auto stands for where the model's size alone does not say it: the first
+    that fits a device of this memory, of what the size says and what keeps less, else the last. Returns why; "" where
+    nothing is written."""
+    activations, parallel = config.activations, config.parallel
+    if activations.mode is not Recompute.auto:
+        return ""
+    by_size = settled(activations, config.model)
+    mode: Recompute = as_scheduled(activations, parallel).mode
+    why = f"{parallel.schedule.name} computes nothing again"
+    if mode is Recompute.auto:
+        mode, why = _first_that_fits(config, dtype, memory_bytes, LADDER[LADDER.index(by_size) :])
+    if mode is by_size:
+        return ""
+    activations.mode = mode
+    return f"activations=auto: {mode.name}; {why}"
+
+
+def _first_that_fits(
+    config: Config, dtype: Dtype, memory_bytes: float | None, modes: Sequence[Recompute]
+) -> tuple[Recompute, str]:
+    """The first where something is not known. With what the first and the found one would take."""
+    if memory_bytes is None or _cannot_again(config):
+        return modes[0], ""
+    taken: list[float] = []
+    for mode in modes:
+        planned = memory_of(replace(config, activations=replace(config.activations, mode=mode)), dtype)
+        if planned is None:
+            return modes[0], ""
+        taken.append(planned.total)
+        if planned.total <= FITS * memory_bytes:
+            break
+    return mode, f"{modes[0].name} would take {gib(taken[0], memory_bytes)}, {mode.name} {gib(taken[-1], memory_bytes)}"
+
+
+def _cannot_again(config: Config) -> bool:
+    """Whether torch cannot compute blocks again: training.check_layout refuses what may be compiled so."""
+    return config.parallel.tp > 1 and config.model.dropout > 0 and config.compile.scope is not Scope.none
+
+
+def gib(used: float, of: float) -> str:
+    return f"{used / GIB:.2f} of {of / GIB:.0f} GiB"
 
 
 def whole_replica(config: Config) -> ParallelConfig:
     """The layout in which each rank has a copy of everything."""
-    ranks = data_ranks(config) * config.parallel.tp
-    return replace(config.parallel, strategy=Strategy.ddp, dp_replicate=ranks, dp_shard=1, tp=1)
+    parallel = config.parallel
+    ranks = data_ranks(config) * parallel.tp * parallel.pp
+    return replace(parallel, strategy=Strategy.ddp, dp_replicate=ranks, dp_shard=1, tp=1, pp=1)
 
 
 def axes_table(config: Config, dtype: Dtype) -> str:
     """What each axis of more than one rank does, in which parts, and what a rank sends over it in a step; "" where
-    nothing is sent. What is only a number (a norm, a count) is left out."""
+    nothing is sent. What is only a number (a norm, a count) is left out. With a pipeline it is the rank along pp that
+    sends the most, which is said below."""
+    rank, found = traffic_of(config, dtype)
     rows = [
         [
             entry.axis,
-            str(getattr(config.parallel, entry.axis)),
+            str(entry.ranks),
             f"{entry.what}, {entry.collective.value}",
             entry.parts,
             f"{entry.sent_bytes / 1e6:,.2f}",
         ]
-        for entry in traffic_of(config, dtype)
+        for entry in found
         if not entry.only_numbers
     ]
-    return table([["axis", "ranks", "what it does", "parts", "MB a step"]], rows, texts=4) if rows else ""
+    if not rows:
+        return ""
+    below = f"\nof pp rank {rank}, which sends the most" if config.parallel.pp > 1 else ""
+    return table([["axis", "ranks", "what it does", "parts", "MB a step"]], rows, texts=4) + below
 
 
 def stages_table(config: Config, dtype: Dtype) -> str:
@@ -74,11 +134,7 @@ def stages_table(config: Config, dtype: Dtype) -> str:
         return ""
     cut = stages(model, parallel)
     flops = costs(model, cut)
-    shapes = parameter_shapes(model)
-    shapes |= {second: shapes[first] for second, first in model.shared_parameters.items()}
-    held = Counter[int]()
-    for name, shape in shapes.items():
-        held[stage_with(name, cut).index] += math.prod(shape)
+    held = {stage.index: values(stage_shapes(model, parallel, stage)) for stage in cut}
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     rows = []
     for stage in cut:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from models.config import Attention, ModelConfig
 from parallel.config import ActivationsConfig, Dtype, Recompute
 from parallel.planning.layout import BYTES
+from parallel.planning.stages import Order, Stage
 from parallel.recomputation import recomputed_layers, segment_borders, settled
 
 
@@ -54,37 +55,71 @@ def recomputed_block_bytes(model: ModelConfig, compute: Dtype, selective: bool, 
     return kept
 
 
-def head_bytes(model: ModelConfig, compute: Dtype, tp: int = 1) -> float:
+def head_bytes(model: ModelConfig, compute: Dtype, tp: int = 1, waits: bool = False) -> float:
     """At the peak there are the last norm's input and output, and of the scores three copies in float32 or wider: the
-    scores, their exponentials and the gradient; with a soft-cap and a z-loss one more each."""
-    copies = 3 + (model.logit_softcap is not None) + (model.z_loss > 0)
+    scores, their exponentials and the gradient; with a soft-cap and a z-loss one more each. While it waits for its
+    backward pass only the exponentials are left of the three."""
+    copies = (1 if waits else 3) + (model.logit_softcap is not None) + (model.z_loss > 0)
     scores = copies * model.padded_vocab_size * max(4, BYTES[compute])
     return scores / tp + stream_bytes(model, compute, tp) + model.dim * BYTES[compute]
 
 
-def activation_bytes(model: ModelConfig, activations: ActivationsConfig, compute: Dtype, tp: int = 1) -> float:
-    """At the peak: what all blocks keep with the head's, or with what is computed again at once, if that is more."""
-    kept, again = kept_bytes(model, activations, compute, tp)
-    return kept + max(head_bytes(model, compute, tp), again)
+def running_bytes(
+    model: ModelConfig, stage: Stage, activations: ActivationsConfig, compute: Dtype, tp: int = 1
+) -> float:
+    """Of a micro-batch whose backward pass runs: what all blocks keep with the head's, or with what is computed again
+    at once, if that is more."""
+    kept, again = kept_bytes(model, activations, compute, tp, stage.layers)
+    return kept + max(head_bytes(model, compute, tp) if stage.last else 0.0, again)
 
 
-def kept_bytes(model: ModelConfig, activations: ActivationsConfig, compute: Dtype, tp: int = 1) -> tuple[float, float]:
-    """What all blocks keep, and the most that comes on top when some of it is computed again in backward."""
+def waiting_bytes(
+    model: ModelConfig, stage: Stage, activations: ActivationsConfig, compute: Dtype, tp: int = 1
+) -> float:
+    """Of a micro-batch that has gone through a stage and waits for its backward pass, with what it handed on."""
+    kept, _ = kept_bytes(model, activations, compute, tp, stage.layers)
+    if stage.last:
+        return kept + head_bytes(model, compute, tp, waits=True)
+    return kept + model.stream_tensors(stage.layers.stop) * stream_bytes(model, compute, tp)
+
+
+def peak_bytes(order: Order, waiting: dict[int, float], running: dict[int, float]) -> float:
+    """The most that the micro-batches of a rank keep at once, in the order of its passes. waiting, running: by stage
+    bytes of a micro-batch between its passes, and while its backward pass runs."""
+    held = most = 0.0
+    for kind, stage in order:
+        if kind == "F":
+            held += waiting[stage]
+            most = max(most, held)
+        else:
+            most = max(most, held - waiting[stage] + running[stage])
+        if kind in ("B", "W"):
+            held -= waiting[stage]
+    return most
+
+
+def kept_bytes(
+    model: ModelConfig, activations: ActivationsConfig, compute: Dtype, tp: int = 1, layers: range | None = None
+) -> tuple[float, float]:
+    """What blocks keep, all or those of `layers`, and the most that comes on top when some of it is computed again in
+    backward."""
+    layers = range(model.layers) if layers is None else layers
     whole, stream = block_bytes(model, compute, tp), stream_bytes(model, compute, tp)
-    mode, layers = settled(activations, model), model.layers
-    kept, again = layers * whole, 0.0
+    mode, number = settled(activations, model), len(layers)
+    kept, again = number * whole, 0.0
     if mode in (Recompute.full, Recompute.selective, Recompute.every_n):
-        count = len(recomputed_layers(activations, model))
+        count = len(set(recomputed_layers(activations, model)) & set(layers))
         part = recomputed_block_bytes(model, compute, mode is Recompute.selective, tp)
-        kept, again = count * part + (layers - count) * whole, max(whole - part, 0.0)
+        kept, again = count * part + (number - count) * whole, max(whole - part, 0.0)
     elif mode is Recompute.segments:
-        borders = segment_borders(activations, layers)
+        borders = segment_borders(activations, number)
         kept = (len(borders) - 1) * stream
         again = max(end - first for first, end in pairwise(borders)) * whole
     elif mode is Recompute.budget:
         part = stream + activations.budget * (whole - stream)
-        kept, again = layers * part, whole - part
+        kept, again = number * part, whole - part
     elif mode is Recompute.offload:
-        kept = min(layers, 2) * whole  # the one that runs, and its neighbour on the way
-    vectors = 2 * model.value_embeddings * 2 * model.key_value_dim * BYTES[compute] / tp  # and what they are mixed with
+        kept = min(number, 2) * whole  # the one that runs, and its neighbour on the way
+    tables = sum(model.value_table(layer) is not None for layer in layers)
+    vectors = tables * 2 * model.key_value_dim * BYTES[compute] / tp  # and what they are mixed with
     return kept + vectors, again

@@ -23,7 +23,9 @@ KINDS = {
     "all_gather_into_tensor": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
+    "send": "send",
 }
+RECEIVE = "recv_"  # counted where it is sent
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")  # text that names no group
 
@@ -32,7 +34,7 @@ Key = tuple[str, int, str]  # axis, ranks of the group, kind of collective
 
 class CollectiveCounter(TorchDispatchMode):
     """While entered, counts this process's collectives and the bytes of their whole buffers, by the axis of the mesh,
-    the size of the group and the kind.
+    the size of the group and the kind; also what it sends to one other rank.
 
     All collectives go through torch's dispatcher, also those that DDP and FSDP2 make inside backward, where autograd
     takes the mode along. A group of no axis is "none", so nothing stays unseen. For eager code: compiled graphs are
@@ -51,8 +53,9 @@ class CollectiveCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace in NAMESPACES:
             group = next(filter(None, map(_group, (*args, *(kwargs or {}).values()))), None)
-            if group is not None:  # else it waits for one, or wraps what came of it
-                self._count(func.overloadpacket.__name__, group, [*args, result])
+            name = func.overloadpacket.__name__
+            if group is not None and name != RECEIVE:  # without one it waits, or wraps what came
+                self._count(name, group, [*args, result])
         return result
 
     def _count(self, name: str, group: dist.ProcessGroup, values: list[Any]) -> None:

@@ -1,6 +1,7 @@
 """What a rank has of each parameter, from the degrees alone. No torch here."""
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 from models.shapes import Shapes
@@ -56,11 +57,24 @@ def padded_shard(shapes: Shapes, shards: int) -> int:
 
 
 def as_sharded(parallel: ParallelConfig) -> ParallelConfig:
-    """The keys of FSDP2 as parallel.data.Sharded takes them: where it stands in for ddp, copies stay whole in a
-    step."""
-    if parallel.strategy is not Strategy.ddp:
-        return parallel
-    return replace(parallel, reshard_after_forward=False, reshard_after_backward=False, reduce=Reduce.step)
+    """The keys of FSDP2 as they are carried out: where it stands in for ddp, copies stay whole in a step (parallel.data
+    .Sharded); in a pipeline parameters stay whole from their first backward pass on, and gradients are summed once a
+    step (torch's schedules)."""
+    if parallel.strategy is Strategy.ddp:
+        parallel = replace(parallel, reshard_after_forward=False)
+    if parallel.strategy is Strategy.ddp or parallel.pp > 1:
+        parallel = replace(parallel, reshard_after_backward=False, reduce=Reduce.step)
+    return parallel
+
+
+def units(shapes: Shapes) -> tuple[list[Shapes], Shapes]:
+    """What FSDP2 gathers and reduces together: each block, and the root of all else."""
+    found: dict[str, Shapes] = defaultdict(dict)
+    for name, shape in shapes.items():
+        part, place, *_ = name.split(".")
+        found[place if part == "blocks" else "root"][name] = shape
+    root = found.pop("root", {})
+    return list(found.values()), root
 
 
 def reshards_to(parallel: ParallelConfig) -> int | None:

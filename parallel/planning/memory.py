@@ -4,11 +4,12 @@ The bytes of parameters, gradients and moments are exact. What is gathered, what
 for backward are estimates of the peak, without the allocator's fragmentation, CUDA's context and the kernels' own."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from models.config import ModelConfig
-from models.shapes import block_shapes, parameter_shapes, root_shapes
-from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Strategy
-from parallel.planning.activations import activation_bytes
+from models.shapes import Shapes
+from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Strategy
+from parallel.planning.activations import peak_bytes, running_bytes, waiting_bytes
 from parallel.planning.layout import (
     BYTES,
     as_sharded,
@@ -17,9 +18,12 @@ from parallel.planning.layout import (
     reshards_to,
     shard_shapes,
     tensor_shapes,
+    units,
     values,
 )
+from parallel.planning.stages import Order, as_scheduled, held_stages, order_of, stage_shapes
 from parallel.planning.traffic import Batch, reductions
+from parallel.recomputation import segment_borders, settled
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,21 @@ class Memory:
         return self.state + self.copies + self.reduction + self.activations
 
 
-def held_values(model: ModelConfig, parallel: ParallelConfig, shard_rank: int = 0, tensor_rank: int = 0) -> int:
-    """Values of the parameters that a rank holds. Where sizes do not divide, the first rank of an axis holds the
-    most."""
-    shapes = tensor_shapes(parameter_shapes(model), parallel.tp, tensor_rank)
-    return values(shard_shapes(shapes, parallel.dp_shard, shard_rank))
+def held_values(
+    model: ModelConfig, parallel: ParallelConfig, shard_rank: int = 0, tensor_rank: int = 0, pipeline_rank: int = 0
+) -> int:
+    """Values of the parameters that a rank holds. Where sizes do not divide, the first rank of dp_shard and tp holds
+    the most; along pp each has its own stages."""
+    shapes = _held(model, parallel, pipeline_rank, tensor_rank).values()
+    return sum(values(shard_shapes(of_stage, parallel.dp_shard, shard_rank)) for of_stage in shapes)
+
+
+def _held(model: ModelConfig, parallel: ParallelConfig, pipeline_rank: int, tensor_rank: int = 0) -> dict[int, Shapes]:
+    """By stage of a rank what it has of each parameter before data parallelism cuts it further."""
+    return {
+        stage.index: tensor_shapes(stage_shapes(model, parallel, stage), parallel.tp, tensor_rank)
+        for stage in held_stages(model, parallel, pipeline_rank)
+    }
 
 
 def memory(
@@ -57,47 +71,67 @@ def memory(
     batch: Batch,
     activations: ActivationsConfig,
     moments: int,
+    pipeline_rank: int = 0,
 ) -> Memory:
-    """The peak of the first rank. `moments`: the optimizer's values for each of the parameters'; AdamW 2, SGD 1. Raises
-    ValueError while the vocabulary is not known."""
-    masters = held_values(model, parallel) * master_bytes(compute)
+    """The peak of the first rank along dp_shard and tp. `moments`: the optimizer's values for each of the parameters';
+    AdamW 2, SGD 1. Raises ValueError while the vocabulary is not known. With a pipeline this imports torch."""
+    masters = held_values(model, parallel, pipeline_rank=pipeline_rank) * master_bytes(compute)
+    shapes = _held(model, parallel, pipeline_rank)
+    order = order_of(parallel, batch.accumulation, pipeline_rank)
+    kept = as_scheduled(activations, parallel)
     if parallel.strategy is Strategy.single or parallel.torch_ddp:
-        copies, reduction = _whole(model, parallel, compute)
+        copies, reduction = _whole(shapes, order, parallel, compute)
     else:
-        copies, reduction = _sharded(model, as_sharded(parallel), compute, reduce, batch)
-    kept = batch.micro_batch * batch.sequence_length * activation_bytes(model, activations, compute, parallel.tp)
-    return Memory(masters, masters, moments * masters, copies, reduction, round(kept))
+        copies, reduction = _sharded(shapes, as_sharded(parallel), compute, reduce, batch, _at_once(model, kept))
+    tokens, tp = batch.micro_batch * batch.sequence_length, parallel.tp
+    stages = held_stages(model, parallel, pipeline_rank)
+    waiting = {stage.index: tokens * waiting_bytes(model, stage, kept, compute, tp) for stage in stages}
+    running = {stage.index: tokens * running_bytes(model, stage, kept, compute, tp) for stage in stages}
+    found = peak_bytes(order, waiting, running)
+    return Memory(masters, masters, moments * masters, copies, reduction, round(found))
 
 
-def _whole(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> tuple[int, int]:
-    """LowPrecision copies every parameter for the whole pass, and the gradients of the copies arrive at the masters at
-    its end; DDP may have its buckets beside the gradients."""
-    held = held_values(model, parallel)
-    low = held * BYTES[compute] if BYTES[compute] < master_bytes(compute) else 0
+def _whole(shapes: dict[int, Shapes], order: Order, parallel: ParallelConfig, compute: Dtype) -> tuple[int, int]:
+    """LowPrecision copies every parameter for the whole pass of a micro-batch, and the gradients of the copies arrive
+    at the masters at its end; DDP may have its buckets beside the gradients."""
+    held = {stage: values(of_stage) for stage, of_stage in shapes.items()}
+    cast = BYTES[compute] < master_bytes(compute)
+    low = {stage: number * BYTES[compute] if cast else 0.0 for stage, number in held.items()}
     beside = parallel.torch_ddp and not parallel.gradient_as_bucket_view
-    return low, low + (held * master_bytes(compute) if beside else 0)
+    buckets = sum(held.values()) * master_bytes(compute) if beside else 0
+    return round(peak_bytes(order, low, low)), round(max(low.values())) + buckets
+
+
+def _at_once(model: ModelConfig, activations: ActivationsConfig) -> int:
+    """Blocks that backward computes again together, or at least the one that it is in."""
+    if settled(activations, model) is not Recompute.segments:
+        return 1
+    return max(end - first for first, end in pairwise(segment_borders(activations, model.layers)))
 
 
 def _sharded(
-    model: ModelConfig, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch
+    shapes: dict[int, Shapes], parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch, at_once: int
 ) -> tuple[int, int]:
-    """FSDP2 has the root's parameters whole in the whole pass, and a block's while it runs, with those gathered ahead
-    and a buffer of one block that is gathered or scattered. Gradients that are not summed in each micro-batch add up
-    whole."""
-    shards, layers = parallel.dp_shard, model.layers
-    block = max(
-        padded_shard(tensor_shapes(block_shapes(model, layer), parallel.tp), shards) * shards for layer in range(layers)
-    )
-    root = padded_shard(tensor_shapes(root_shapes(model), parallel.tp), shards) * shards
+    """FSDP2 has the root's parameters whole in the whole pass, and a block's while it runs (those of a segment while it
+    is computed again), with those gathered ahead and a buffer of one block that is gathered or scattered. Where
+    parameters stay whole after backward, all are. Gradients that are not summed in each micro-batch add up whole."""
+    shards = parallel.dp_shard
+    blocks, root = [], 0
+    for of_stage in shapes.values():
+        in_blocks, outside = units(of_stage)
+        blocks += [padded_shard(block, shards) * shards for block in in_blocks]
+        root += padded_shard(outside, shards) * shards
+    block, everything = max(blocks), root + sum(blocks)
     ahead = max(parallel.prefetch_forward, parallel.prefetch_backward, 1)
     again = reshards_to(parallel)
-    if again is None or shards == 1:
-        gathered = root + layers * block
+    stay = not parallel.reshard_after_backward and (batch.accumulation > 1 or parallel.pp > 1)
+    if again is None or shards == 1 or stay:
+        gathered = everything
     else:
         waiting = block // again if again < shards else 0  # between forward and backward, beside the masters
-        gathered = root + min(1 + ahead, layers) * block + layers * waiting
-    if reductions(parallel, batch) < batch.accumulation:
-        reduction = (root + layers * block) * BYTES[reduce] + block * BYTES[compute]
+        gathered = root + min(at_once + ahead, len(blocks)) * block + len(blocks) * waiting
+    if reductions(parallel, batch) < batch.accumulation or parallel.pp > 1:
+        reduction = everything * BYTES[reduce] + block * BYTES[compute]
     else:
         reduction = (root + block) * BYTES[compute] + block * BYTES[reduce]
     return (gathered + block) * BYTES[compute], reduction

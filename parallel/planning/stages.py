@@ -1,10 +1,12 @@
-"""How layers are cut into the stages of a pipeline, and which rank has which stage. No torch here."""
+"""How layers are cut into the stages of a pipeline, and what each rank holds and does of them. No torch here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from models.config import ModelConfig
 from models.flops import block_flops_per_token, head_flops_per_token
-from parallel.config import ParallelConfig, Schedule
+from models.shapes import Shapes, parameter_shapes
+from parallel.config import ActivationsConfig, ParallelConfig, Recompute, Schedule
 
 V_SHAPED = (Schedule["zbv"], Schedule["dualpipev"])
 ONE_STAGE = (Schedule["gpipe"], Schedule["1f1b"])
@@ -24,6 +26,16 @@ class Stage:
     last: bool
     rank: int
 
+    def holds(self, name: str) -> bool:
+        """Whether it has the parameter of this name."""
+        part, place, *_ = name.split(".")
+        if part in ("blocks", "values"):
+            return int(place) in self.layers
+        return self.first if part == "embed" else self.last
+
+
+Order = list[tuple[str, int]]  # kinds and stages of passes: F forward, B backward, or its parts I (inputs), W (weights)
+
 
 def stages_per_rank(parallel: ParallelConfig) -> int:
     if parallel.schedule in ONE_STAGE:
@@ -34,6 +46,8 @@ def stages_per_rank(parallel: ParallelConfig) -> int:
 def stages(model: ModelConfig, parallel: ParallelConfig) -> list[Stage]:
     """Every stage of the pipeline, in the order of the layers. Raises ValueError where there are fewer layers than
     stages, or those given by hand do not add up."""
+    if parallel.pp == 1:
+        return [Stage(0, range(model.layers), True, True, 0)]
     number = parallel.pp * stages_per_rank(parallel)
     counts = parallel.stage_layers or balanced(model, number)
     if len(counts) != number or sum(counts) != model.layers or min(counts) < 1:
@@ -48,10 +62,41 @@ def stages(model: ModelConfig, parallel: ParallelConfig) -> list[Stage]:
 
 def stage_with(name: str, cut: list[Stage]) -> Stage:
     """The one that has the parameter of this name."""
-    part, place, *_ = name.split(".")
-    if part in ("blocks", "values"):
-        return next(stage for stage in cut if int(place) in stage.layers)
-    return cut[0] if part == "embed" else cut[-1]
+    return next(stage for stage in cut if stage.holds(name))
+
+
+def held_stages(model: ModelConfig, parallel: ParallelConfig, rank: int) -> list[Stage]:
+    """Those of a rank along pp; without a pipeline one with everything."""
+    return [stage for stage in stages(model, parallel) if stage.rank == rank]
+
+
+def stage_shapes(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> Shapes:
+    """The parameters of a stage. What has two names is two parameters in a pipeline."""
+    shapes = parameter_shapes(model)
+    if parallel.pp > 1:
+        shapes |= {second: shapes[first] for second, first in model.shared_parameters.items()}
+    return {name: shape for name, shape in shapes.items() if stage.holds(name)}
+
+
+def order_of(parallel: ParallelConfig, micro_batches: int, rank: int) -> Order:
+    """The passes of a rank in a step. With a pipeline this imports torch, which has the schedules."""
+    if parallel.pp == 1:
+        return [("F", 0), ("B", 0)] * micro_batches
+    return _orders(parallel.schedule, parallel.pp, stages_per_rank(parallel), micro_batches)[rank]
+
+
+@cache
+def _orders(schedule: Schedule, ranks: int, each: int, micro_batches: int) -> list[Order]:
+    from parallel.bubble import orders
+
+    found = orders(ParallelConfig(pp=ranks, schedule=schedule, stages_per_rank=each), micro_batches)
+    return [[(one.kind, one.stage) for turn in of_rank for one in turn] for of_rank in found]
+
+
+def as_scheduled(activations: ActivationsConfig, parallel: ParallelConfig) -> ActivationsConfig:
+    """What a pipeline's schedule can keep: a backward pass in two parts computes nothing again."""
+    split = parallel.pp > 1 and parallel.schedule in SPLIT
+    return replace(activations, mode=Recompute.none) if split else activations
 
 
 def rank_of(index: int, number: int, parallel: ParallelConfig) -> int:

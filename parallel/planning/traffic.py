@@ -3,12 +3,13 @@
 tests/parallel/test_traffic.py holds each against the collectives that are really made."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 from models.config import ModelConfig
-from models.shapes import Shapes, block_shapes, parameter_shapes, root_shapes
+from models.shapes import Shapes, parameter_shapes
 from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Reduce, Strategy
 from parallel.planning.layout import (
     BYTES,
@@ -19,12 +20,15 @@ from parallel.planning.layout import (
     shard_shapes,
     tensor_cut,
     tensor_shapes,
+    units,
     values,
 )
+from parallel.planning.stages import Order, Stage, as_scheduled, held_stages, order_of, stage_shapes, stages
 from parallel.recomputation import recomputed_layers, segment_borders, settled
 
 COUNT_BYTES = 8  # of the number of predicted tokens, a float64
 ALL, BLOCKS, ALIKE = "all", "blocks", "norms, positions, biases"
+RESIDENT = 3  # stages of a rank whose parameters torch's schedules keep gathered, those it comes to next
 
 
 class Collective(Enum):
@@ -34,6 +38,7 @@ class Collective(Enum):
     all_reduce = "all-reduce"  # 2(N-1)/N of the buffer
     all_gather = "all-gather"  # (N-1)/N of the gathered buffer
     reduce_scatter = "reduce-scatter"  # (N-1)/N of the buffer that is scattered
+    send = "send"  # to one other rank: the buffer, whatever N
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Traffic:
     @property
     def sent_bytes(self) -> float:
         """What a rank sends in a step."""
+        if self.collective is Collective.send:
+            return self.buffer_bytes
         share = (self.ranks - 1) / self.ranks
         return self.buffer_bytes * share * (2 if self.collective is Collective.all_reduce else 1)
 
@@ -80,18 +87,30 @@ def traffic(
     activations: ActivationsConfig,
     tensor_rank: int = 0,
     shard_rank: int = 0,
+    pipeline_rank: int = 0,
 ) -> list[Traffic]:
-    """All collectives of a training step over axes of more than one rank. `compute`: settled, not auto. `tensor_rank`,
-    `shard_rank`: where sizes do not divide, later ranks along tp and dp_shard move less. Raises ValueError while the
-    vocabulary is not known."""
+    """All collectives of a training step over axes of more than one rank, and what is sent from rank to rank.
+    `compute`: settled, not auto. `tensor_rank`, `shard_rank`: where sizes do not divide, later ranks along tp and
+    dp_shard move less. `pipeline_rank`: each has its own stages; where FSDP2 shares them out this imports torch.
+    Raises ValueError while the vocabulary is not known."""
+    held = held_stages(model, parallel, pipeline_rank)
+    shapes = {stage.index: stage_shapes(model, parallel, stage) for stage in held}
+    together = {name: shape for of_stage in shapes.values() for name, shape in of_stage.items()}
     found = [*_tokens(parallel)]
     if parallel.torch_ddp:
         found += _ddp(model, parallel, compute)
     elif parallel.strategy is not Strategy.single:
-        found += _sharded(model, as_sharded(parallel), compute, reduce, batch, tensor_rank)
+        order = order_of(parallel, batch.accumulation, pipeline_rank)
+        cut = {stage: tensor_shapes(of_stage, parallel.tp, tensor_rank) for stage, of_stage in shapes.items()}
+        found += _sharded(cut, order, as_sharded(parallel), compute, reduce, batch)
     if parallel.tp > 1:
-        found += _tensor(model, parallel, compute, batch, activations, shard_rank)
-    found += _norm(model, parallel, compute)
+        kept = as_scheduled(activations, parallel)
+        found += _tensor(model, held, together, parallel, compute, batch, kept, shard_rank)
+    if parallel.pp > 1:
+        found += _stream(model, held, parallel, compute, batch)
+        mine = tensor_shapes(together, parallel.tp, tensor_rank)
+        found += _shared(model, shard_shapes(mine, parallel.dp_shard, shard_rank), parallel, compute)
+    found += _norm(model, together, parallel, compute)
     return [entry for entry in found if entry.ranks > 1]
 
 
@@ -102,11 +121,12 @@ def _tokens(parallel: ParallelConfig) -> Iterator[Traffic]:
         yield Traffic(axis, ranks, Collective.all_reduce, "predicted tokens", "loss", 1, COUNT_BYTES)
 
 
-def _norm(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
+def _norm(model: ModelConfig, held: Shapes, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
     """The square of the gradient's norm: one number for each way in which gradients are cut, summed over the axes of
-    that cut."""
-    cuts = {tensor_cut(name) for name in parameter_shapes(model)} if parallel.tp > 1 else {None}
-    for axis, number in (("dp_shard", len(cuts)), ("tp", len(cuts - {None}))):
+    that cut, and one for the stages of a pipeline. What has two names counts once."""
+    counted = held.keys() - model.shared_parameters.keys()
+    cuts = {tensor_cut(name) for name in counted} if parallel.tp > 1 else {None}
+    for axis, number in (("dp_shard", len(cuts)), ("tp", len(cuts - {None})), ("pp", 1)):
         ranks, size = getattr(parallel, axis), number * master_bytes(compute)
         yield Traffic(axis, ranks, Collective.all_reduce, "gradient norm", ALL, number, size)
 
@@ -131,34 +151,66 @@ def _ddp(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> Iterat
     yield Traffic("dp_replicate", ranks, Collective.all_reduce, "gradients", ALL, len(sizes), sum(sizes))
 
 
+@dataclass
+class Gathers:
+    """How often a step gathers the parameters of a stage: of each unit from where they lie between steps, and of each
+    block from what it was resharded to after forward."""
+
+    first: int = 0
+    again: int = 0
+
+
+def gathers(order: Order, parallel: ParallelConfig) -> dict[int, Gathers]:
+    """By stage. parallel: as_sharded."""
+    found: dict[int, Gathers] = defaultdict(Gathers)
+    gathered: dict[int, bool] = {}  # stages whose roots are whole, and whether their blocks are
+    many = len({stage for _, stage in order}) > RESIDENT
+    for place, (kind, stage) in enumerate(order):
+        if many:
+            near = list(dict.fromkeys(stage for _, stage in order[place:]))[:RESIDENT]
+            gathered = {stage: whole for stage, whole in gathered.items() if stage in near}
+        if stage not in gathered:
+            found[stage].first += 1
+        elif not gathered[stage]:
+            found[stage].again += 1
+        gathered[stage] = kind != "F" or reshards_to(parallel) is None
+        if kind == "B" and parallel.reshard_after_backward:
+            del gathered[stage]
+    return found
+
+
 def _sharded(
-    model: ModelConfig, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch, tensor_rank: int
+    held: dict[int, Shapes], order: Order, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch
 ) -> Iterator[Traffic]:
-    """FSDP2. A unit is a block, or the root: embedding, last norm and head.
+    """FSDP2. A unit is a block, or the root of a stage: what is outside of its blocks, if there is anything.
 
     Parameters, in the compute dtype: a unit is gathered in forward in each micro-batch, or only in the first of a step
-    where it stays whole after backward. A block that is resharded after forward is gathered again in each backward,
-    from as many ranks as it was resharded to; the root never is. Gradients, in the reduce dtype: reduce-scattered over
-    shards in each micro-batch or once a step, then all-reduced over replicas once a step."""
-    shards, replicas, layers = parallel.dp_shard, parallel.dp_replicate, model.layers
-    of_layers = [block_shapes(model, layer) for layer in range(layers)]
-    blocks = sum(padded_shard(tensor_shapes(shapes, parallel.tp, tensor_rank), shards) for shapes in of_layers)
-    root = padded_shard(tensor_shapes(root_shapes(model), parallel.tp, tensor_rank), shards)
-    shard, units = blocks + root, layers + 1
+    where it stays whole after backward. A block that is resharded after forward is gathered again, from as many ranks
+    as it was resharded to; the root never is. Gradients, in the reduce dtype: reduce-scattered over shards in each
+    micro-batch or once a step, then all-reduced over replicas once a step."""
+    shards, replicas = parallel.dp_shard, parallel.dp_replicate
+    often, times = gathers(order, parallel), reductions(parallel, batch)
+    first = again = reduced = 0  # numbers of collectives
+    gathered = gathered_again = shard = 0  # values of a rank's share
+    for index, shapes in held.items():
+        blocks, root = units(shapes)
+        in_blocks, number = sum(padded_shard(block, shards) for block in blocks), len(blocks) + bool(root)
+        of_stage = in_blocks + padded_shard(root, shards)
+        first, gathered = first + often[index].first * number, gathered + often[index].first * of_stage
+        again += often[index].again * len(blocks)
+        gathered_again += often[index].again * in_blocks
+        reduced, shard = reduced + number, shard + of_stage
 
-    forwards = batch.accumulation if parallel.reshard_after_backward else 1
-    size = forwards * shards * shard * BYTES[compute]
-    yield Traffic("dp_shard", shards, Collective.all_gather, "parameters", ALL, units * forwards, size)
-    again = reshards_to(parallel)
-    if again is not None:
-        number = layers * batch.accumulation
-        size = batch.accumulation * shards * blocks * BYTES[compute]
-        yield Traffic("dp_shard", again, Collective.all_gather, "parameters for backward", BLOCKS, number, size)
+    def gather(ranks: int, what: str, parts: str, number: int, share: int) -> Traffic:
+        size = share * shards * BYTES[compute]
+        return Traffic("dp_shard", ranks, Collective.all_gather, what, parts, number, size)
 
-    times = reductions(parallel, batch)
+    yield gather(shards, "parameters", ALL, first, gathered)
+    if again > 0:
+        yield gather(reshards_to(parallel) or shards, "parameters again", BLOCKS, again, gathered_again)
     size = times * shards * shard * BYTES[reduce]
-    yield Traffic("dp_shard", shards, Collective.reduce_scatter, "gradients", ALL, units * times, size)
-    yield Traffic("dp_replicate", replicas, Collective.all_reduce, "gradients", ALL, units, shard * BYTES[reduce])
+    yield Traffic("dp_shard", shards, Collective.reduce_scatter, "gradients", ALL, reduced * times, size)
+    yield Traffic("dp_replicate", replicas, Collective.all_reduce, "gradients", ALL, reduced, shard * BYTES[reduce])
 
 
 def reductions(parallel: ParallelConfig, batch: Batch) -> int:
@@ -168,18 +220,22 @@ def reductions(parallel: ParallelConfig, batch: Batch) -> int:
     return 1 if parallel.reduce is Reduce.step or by_default else batch.accumulation
 
 
-def _again(model: ModelConfig, activations: ActivationsConfig) -> tuple[int, int]:
+def _again(model: ModelConfig, held: list[Stage], activations: ActivationsConfig) -> tuple[int, int]:
     """Gathers and scatters of the stream that backward makes again. A block that is computed again gathers for
     attention and for the feed-forward layer; what was scattered is kept. A segment keeps nothing, and scatters again
     but for its last, whose result no gradient needs."""
+    layers = sum(len(stage.layers) for stage in held)
     if settled(activations, model) is Recompute.segments:
-        segments = len(segment_borders(activations, model.layers)) - 1
-        return 2 * model.layers, 2 * model.layers - segments
-    return 2 * len(recomputed_layers(activations, model)), 0
+        segments = sum(len(segment_borders(activations, len(stage.layers))) - 1 for stage in held)
+        return 2 * layers, 2 * layers - segments
+    again = set(recomputed_layers(activations, model))
+    return 2 * sum(len(again & set(stage.layers)) for stage in held), 0
 
 
 def _tensor(
     model: ModelConfig,
+    held: list[Stage],
+    shapes: Shapes,
     parallel: ParallelConfig,
     compute: Dtype,
     batch: Batch,
@@ -195,12 +251,40 @@ def _tensor(
     (parallel.gradients.sum_alike)."""
     ranks, tokens = parallel.tp, batch.micro_batch * batch.sequence_length
     stream = tokens * model.dim * BYTES[compute]
+    each = sum(4 * len(stage.layers) + stage.first + stage.last for stage in held)
     collectives = (Collective.all_gather, Collective.reduce_scatter)
-    for collective, again in zip(collectives, _again(model, activations), strict=True):
-        number = (4 * model.layers + 2 + again) * batch.accumulation
+    for collective, again in zip(collectives, _again(model, held, activations), strict=True):
+        number = (each + again) * batch.accumulation
         yield Traffic("tp", ranks, collective, "activations", ALL, number, number * stream)
-    number, size = 2 * batch.accumulation, 3 * tokens * batch.accumulation * max(4, BYTES[compute])
-    yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, size)
-    whole = {name: shape for name, shape in parameter_shapes(model).items() if tensor_cut(name) is None}
+    if any(stage.last for stage in held):
+        number, size = 2 * batch.accumulation, 3 * tokens * batch.accumulation * max(4, BYTES[compute])
+        yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, size)
+    whole = {name: shape for name, shape in shapes.items() if tensor_cut(name) is None}
     size = values(shard_shapes(whole, parallel.dp_shard, shard_rank)) * master_bytes(compute)
     yield Traffic("tp", ranks, Collective.all_reduce, "gradients", ALIKE, 1, size)
+
+
+def _stream(
+    model: ModelConfig, held: list[Stage], parallel: ParallelConfig, compute: Dtype, batch: Batch
+) -> Iterator[Traffic]:
+    """What a stage hands to the next, of each micro-batch, and its gradient to the one before. Nothing is sent between
+    stages on the same rank."""
+    cut = stages(model, parallel)
+    size = batch.micro_batch * batch.sequence_length // parallel.tp * model.dim * BYTES[compute]
+    forward = [(stage, cut[stage.index + 1]) for stage in held if not stage.last]
+    backward = [(cut[stage.index - 1], stage) for stage in held if not stage.first]
+    for what, borders in (("activations", forward), ("their gradients", backward)):
+        tensors = sum(model.stream_tensors(after.layers[0]) for before, after in borders if before.rank != after.rank)
+        number = tensors * batch.accumulation
+        if number > 0:
+            yield Traffic("pp", parallel.pp, Collective.send, what, ALL, number, number * size)
+
+
+def _shared(model: ModelConfig, held: Shapes, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
+    """A parameter of which two ranks have a copy: each sends its gradient to the other (parallel.pipeline.Shared).
+    held: what this rank has, of its own shape."""
+    here = [{first, second} & held.keys() for second, first in model.shared_parameters.items()]
+    alone = [name for names in here for name in names if len(names) == 1]
+    if alone:
+        size = values({name: held[name] for name in alone}) * master_bytes(compute)
+        yield Traffic("pp", parallel.pp, Collective.send, "gradients", "shared parameters", len(alone), size)

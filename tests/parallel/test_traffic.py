@@ -24,6 +24,7 @@ from training.step import Step
 pytestmark = pytest.mark.torch211
 
 Counts = dict[Key, tuple[int, int]]  # number and bytes of whole buffers
+Place = tuple[int, int, int]  # along tp, dp_shard and pp
 
 FEWER = [  # with one accumulation
     *OPTIONS,
@@ -54,6 +55,33 @@ LOW_TENSOR = [layout(2, "parallel=tp"), layout(4, "parallel=ddp parallel.tp=2")]
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
     LOW_TENSOR.append(layout(4, "parallel=fsdp2_tp"))  # torch 2.11 sums over tp in the compute dtype
 
+# Schedules with one stage a rank, two and four, one way and there and back; each way of data parallelism in between.
+LOOPS = "parallel.schedule=interleaved_1f1b"
+PIPELINES = [
+    (layout(2, "parallel=pp"), 3, "streams for pp"),
+    (layout(2, f"parallel=pp {LOOPS}"), 4, "streams for pp"),
+    (layout(2, "parallel=pp parallel.schedule=gpipe activations=full"), 2, "tied for pp"),
+    (layout(4, "parallel=pp"), 6, "tied for pp"),
+    (layout(4, f"parallel=pp {LOOPS}"), 4, "streams for pp"),
+    (layout(4, "parallel=pp parallel.pp=2 parallel.tp=2"), 3, "streams for pp"),
+    (layout(4, "parallel=fsdp2 parallel.pp=2"), 3, "streams for pp"),
+    (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.schedule=gpipe"), 3, "untied for pp"),
+    (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.reshard_after_forward=false"), 3, "tied for pp"),
+    (layout(4, f"parallel=fsdp2 parallel.pp=2 {LOOPS} activations=segments"), 6, "streams for pp"),
+    (layout(4, f"parallel=fsdp2 parallel.pp=2 {LOOPS} parallel.stages_per_rank=4"), 2, "streams for pp"),
+    (layout(4, "parallel=zero1 parallel.pp=2"), 3, "untied for pp"),
+    (layout(4, "parallel=ddp parallel.pp=2"), 3, "streams for pp"),
+    (layout(4, f"parallel=pp parallel.pp=2 parallel.tp=2 {LOOPS} activations=segments"), 2, "tied for pp"),
+    (layout(4, "parallel=pp parallel.pp=2 parallel.tp=2 activations=every_n"), 3, "streams for pp"),
+]
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):  # torch 2.11 cannot over gloo
+    PIPELINES += [
+        (layout(2, "parallel=pp parallel.schedule=zbv"), 3, "streams for pp"),
+        (layout(4, "parallel=pp parallel.schedule=zbv"), 6, "streams for pp"),
+        (layout(4, "parallel=zero1 parallel.pp=2 parallel.schedule=zbv"), 3, "tied for pp"),
+        (layout(4, "parallel=pp parallel.pp=2 parallel.tp=2 parallel.schedule=zbv"), 3, "streams for pp"),
+    ]
+
 
 def trained(tied: str, untied: str) -> dict[int, Training]:
     """What is trained with each accumulation."""
@@ -69,6 +97,10 @@ CASES = [
     *[Case(of, 3, Training("untied", "sgd", "bf16")) for of in LOW],
     *[Case(of, 3, Training("three matrices", "sgd", "bf16")) for of in LOW_TENSOR],
 ]
+PIPELINE_CASES = [
+    *[Case(of, number, Training(model, "sgd", "fp32")) for of, number, model in PIPELINES],
+    Case(layout(2, "parallel=pp"), 3, Training("streams for pp", "sgd", "bf16")),
+]
 
 
 def configured(case: Case) -> Config:
@@ -78,8 +110,8 @@ def configured(case: Case) -> Config:
     return config
 
 
-def count(cases: list[tuple[Case, Config]]) -> list[tuple[Counts, tuple[int, int]]]:
-    """On a rank: what each case's step is seen to do, and the rank's place along tp."""
+def count(cases: list[tuple[Case, Config]]) -> list[tuple[Counts, Place]]:
+    """On a rank: what each case's step is seen to do, and the rank's place."""
     start_process_group(CPU, timeout_seconds=60)
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
     try:
@@ -88,7 +120,7 @@ def count(cases: list[tuple[Case, Config]]) -> list[tuple[Counts, tuple[int, int
         dist.destroy_process_group()
 
 
-def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, tuple[int, int]]:
+def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, Place]:
     assert mesh is not None and isinstance(config.micro_batch, int)
     spread, watched = build(config, mesh)
     step = Step(spread, mesh, watched.optimizer, config.optimizer.clip)
@@ -97,15 +129,16 @@ def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, tuple[i
         {"tokens": micro.tokens, "labels": micro.labels}
         for micro in slices(batches()[0], rank, ranks, config.micro_batch)
     ]
-    for _ in range(2 if config.parallel.torch_ddp else 0):  # after the first DDP lays out its buckets anew
+    # After its first step DDP lays out its buckets anew; in it a pipeline connects its ranks.
+    for _ in range(2 if config.parallel.torch_ddp else int(config.parallel.pp > 1)):
         step(micro_batches, 1, 0.01)
     with CollectiveCounter(mesh) as counter:
         step(micro_batches, 1, 0.01)
-    place = mesh.get_local_rank("tp"), mesh.get_local_rank("dp_shard")
+    place = mesh.get_local_rank("tp"), mesh.get_local_rank("dp_shard"), mesh.get_local_rank("pp")
     return {key: (number, counter.buffer_bytes[key]) for key, number in counter.number.items()}, place
 
 
-def formula(config: Config, place: tuple[int, int] = (0, 0)) -> list[Traffic]:
+def formula(config: Config, place: Place = (0, 0, 0)) -> list[Traffic]:
     assert isinstance(config.micro_batch, int)
     batch = Batch(config.micro_batch, SEQUENCES // data_ranks(config) // config.micro_batch, LENGTH)
     precision = config.precision
@@ -127,13 +160,26 @@ def summed(entries: list[Traffic]) -> Counts:
 @pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_step_makes_the_collectives_of_the_formulas_and_no_other(ranks: int, share: int) -> None:
     """The cases in two shares, every second in each."""
-    cases = [(case, configured(case)) for case in CASES[share::2] if case.layout.ranks == ranks]
+    assert differing(ranks, CASES[share::2]) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_step_of_a_pipeline_sends_what_the_formulas_say(ranks: int, quick: bool) -> None:
+    """Each fifth case, or the others."""
+    some = [case for place, case in enumerate(PIPELINE_CASES) if (place % 5 == 0) is quick]
+    assert differing(ranks, some) == []
+
+
+def differing(ranks: int, some: list[Case]) -> list[str]:
+    """Of the cases with so many ranks: where a rank does other than planned."""
+    cases = [(case, configured(case)) for case in some if case.layout.ranks == ranks]
     different = []
     for of_rank in run_ranks(ranks, count, cases, timeout=200):
         for (case, config), (counted, place) in zip(cases, of_rank, strict=True):
             planned = summed(formula(config, place))
-            different += [f"{case}: counted {counted}, planned {planned}"] if counted != planned else []
-    assert not different, "\n".join(different)
+            different += [f"{case}: {place} counted {counted}, planned {planned}"] if counted != planned else []
+    return different
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

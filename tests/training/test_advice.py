@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from parallel.config import Dtype
-from training.advice import GIB, Device, advice
+from training.advice import Device, advice
 from training.check import check
 from training.compose import compose
 from training.config import Config
+from training.plan import GIB
 from training.resolve import World, resolve
 
 HOST, HOSTS = World(8, 8), World(16, 8)
@@ -59,6 +60,14 @@ def test_activations_count_as_well() -> None:
 
 def test_tensor_parallelism_is_right_where_there_are_fewer_sequences_than_ranks() -> None:
     assert told(f"{GPT2} parallel=tp parallel.tp=4 batch_sequences=2 micro_batch=1", World(4, 4)) == []
+
+
+def test_a_pipeline_of_what_fits_a_device() -> None:
+    staged = f"{GPT2} parallel=pp parallel.pp=2 parallel.dp_replicate=4 parallel.strategy=ddp"
+    assert told(staged) == ["parallel.pp=2"]
+    assert told(staged, device=SMALL) == []
+    assert told(staged, device=UNKNOWN) == []
+    assert told(f"{GPT2} parallel=3d") == ["parallel.tp=2", "parallel.pp=2"]
 
 
 def test_tensor_parallelism_across_hosts() -> None:

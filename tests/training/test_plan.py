@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
-from parallel.config import Dtype
+import pytest
+
+from parallel.config import Dtype, Recompute
+from parallel.recomputation import settled
 from training.compose import compose
 from training.config import Config
-from training.plan import axes_table, memory_of, whole_replica
+from training.plan import GIB, axes_table, memory_of, settle_activations, whole_replica
 from training.resolve import World, resolve
 
 
@@ -57,3 +60,69 @@ def test_a_whole_replica_is_ddp_over_all_ranks() -> None:
     assert (whole.strategy.name, whole.dp_replicate, whole.dp_shard, whole.tp) == ("ddp", 16, 1, 1)
     state = memory_of(config, Dtype.fp32, whole)
     assert state is not None and state.state == 4 * 4 * GPT2
+    staged = resolved("model=gpt2_124m parallel=3d batch_sequences=32 micro_batch=4", World(8, 8))
+    state = memory_of(staged, Dtype.fp32, whole_replica(staged))
+    assert state is not None and state.state == 4 * 4 * GPT2
+
+
+def test_a_number_to_reshard_to_is_the_number_of_ranks_of_the_second_gather() -> None:
+    layout = "model=gpt2_124m parallel=fsdp2 parallel.reshard_after_forward=4 batch_sequences=32"
+    rows = axes_table(resolved(layout, World(8, 8)), Dtype.bf16).splitlines()[2:]
+    assert [row.split()[:4] for row in rows] == [
+        ["dp_shard", "8", "parameters,", "all-gather"],
+        ["dp_shard", "4", "parameters", "again,"],
+        ["dp_shard", "8", "gradients,", "reduce-scatter"],
+    ]
+
+
+def test_a_pipeline_shows_the_rank_that_sends_the_most() -> None:
+    """The one with the embedding sends as much of it and of the stream as the other, and has more layers."""
+    config = resolved("model=gpt2_124m parallel=3d batch_sequences=32 micro_batch=4", World(8, 8))
+    *rows, last = axes_table(config, Dtype.bf16).splitlines()
+    assert last == "of pp rank 0, which sends the most"
+    stream = 4 * (4 * 512 * 768 * 2) / 1e6  # 4 micro-batches of 4 sequences, of which each of 2 tensor ranks has half
+    table = 50304 * 768 * 4 / 4 / 1e6  # on one of 2 x 2 ranks
+    assert [row.split()[2:] for row in rows if row.startswith("pp")] == [
+        ["activations,", "send", "all", f"{stream:,.2f}"],
+        ["gradients,", "send", "shared", "parameters", f"{table:,.2f}"],
+    ]
+
+
+def auto(overrides: str, gib: float | None) -> tuple[str, str]:
+    """What activations=auto stands for on devices of this memory, and what is said of it."""
+    config = resolved(f"batch_sequences=64 micro_batch=8 precision=bf16 {overrides}", World(8, 8))
+    said = settle_activations(config, Dtype.bf16, None if gib is None else gib * GIB)
+    return settled(config.activations, config.model).name, said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gib", "mode"),
+    [
+        # By the plan 9.2 GiB with none, 8.5 with selective and 7.2 with full; a fifth of a device is left free.
+        ("model=gpt2_124m parallel=ddp", 12, "none"),
+        ("model=gpt2_124m parallel=ddp", 11, "selective"),
+        ("model=gpt2_124m parallel=ddp", 10, "full"),
+        ("model=gpt2_124m parallel=ddp", 1, "full"),
+        # 21.1 GiB with selective, 10.6 with full
+        ("model=gpt2_1558m parallel=fsdp2", 80, "selective"),
+        ("model=gpt2_1558m parallel=fsdp2", 24, "full"),
+    ],
+)
+def test_activations_keep_less_where_the_plan_needs_it(overrides: str, gib: float, mode: str) -> None:
+    found, said = auto(overrides, gib)
+    by_size = "none" if "124m" in overrides else "selective"
+    assert found == mode
+    assert (said == "") == (mode == by_size)
+    assert said == "" or said.startswith(f"activations=auto: {mode}; {by_size} would take ")
+
+
+def test_activations_follow_the_size_where_nothing_else_is_known_and_the_config_where_it_says() -> None:
+    assert auto("model=gpt2_1558m parallel=fsdp2", None) == ("selective", "")
+    assert auto("model=gpt2_1558m parallel=fsdp2 micro_batch=auto", 1) == ("selective", "")
+    assert auto("model=gpt2_1558m parallel=fsdp2 activations=none", 1) == ("none", "")
+    split = "model=gpt2_1558m parallel=pp parallel.pp=8 parallel.schedule=zbv"
+    assert auto(split, 1) == ("none", "activations=auto: none; zbv computes nothing again")
+    assert auto("model=gpt2_1558m parallel=tp parallel.tp=8 micro_batch=64 model.dropout=0.1", 1) == ("selective", "")
+    config = resolved("model=gpt2_124m parallel=ddp batch_sequences=64", World(8, 8))
+    assert settle_activations(config, Dtype.bf16, 80 * GIB) == ""
+    assert config.activations.mode is Recompute.auto  # what is saved with the run is what was asked for
