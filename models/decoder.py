@@ -60,10 +60,10 @@ class Walk(nn.Module):
 
 def through(block: Block, stream: Stream, **inputs: Tensor | None) -> Stream:
     """The stream after a block, which takes of it what it mixes and may leave a skip on it."""
-    x, *kept = stream
-    mixed = kept[:1] if block.takes_x0 else []
+    x, kept = stream[0], stream[1:]
+    mixed = kept[:1] if block.takes_x0 else ()
     if block.takes_skip:
-        mixed.append(kept.pop())
+        mixed, kept = (*mixed, kept[-1]), kept[:-1]
     x = block(x, *mixed, **inputs)
     return (x, *kept, x) if block.leaves_skip else (x, *kept)
 
