@@ -29,8 +29,9 @@ def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
                 f"parallel.{axis}=1",
             )
     yield from _strategy(config, world)
-    yield from _tensor(config, world)
-    yield from _pipeline(config, world)
+    if not (config.eval_only and config.sequence_length is None):  # else the model is not known yet
+        yield from _tensor(config, world)
+        yield from _pipeline(config, world)
     reshard, shards = parallel.reshard_after_forward, parallel.dp_shard
     whole = parallel.strategy is Strategy.fsdp2 and shards >= 1
     if whole and not isinstance(reshard, bool) and (reshard < 1 or shards % reshard != 0):
@@ -44,6 +45,11 @@ def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
         reason = "torch's static graph needs the gradients to be summed in the first backward pass"
         yield Problem("parallel.static_graph", True, reason, "one micro-batch a step (a larger micro_batch), or false")
     default = ParallelConfig()
+    if parallel.strategy is Strategy.ddp and (parallel.tp > 1 or parallel.pp > 1):
+        for name in DDP_KEYS:
+            if getattr(parallel, name) != getattr(default, name):
+                reason = "is a key of torch's DDP, which serves where parallel.tp and parallel.pp are 1"
+                yield Problem(f"parallel.{name}", getattr(parallel, name), reason, "leave it out")
     for strategy, names in ((Strategy.ddp, DDP_KEYS), (Strategy.fsdp2, FSDP2_KEYS)):
         for name in names if parallel.strategy is not strategy else ():
             if getattr(parallel, name) != getattr(default, name):
@@ -167,6 +173,11 @@ def _pipeline(config: Config, world: World) -> Iterator[Problem]:
         reason = f"a rank has {counted(each, 'stage')} in the schedule {parallel.schedule.name}"
         instead = "leave it out, or parallel.schedule=interleaved_1f1b"
         yield Problem("parallel.stages_per_rank", parallel.stages_per_rank, reason, instead)
+    elif parallel.stages_per_rank == 1 and not fixed:
+        reason = f"a rank has at least 2 stages in the schedule {parallel.schedule.name}"
+        instead = "parallel.stages_per_rank=2, or parallel.schedule=1f1b"
+        yield Problem("parallel.stages_per_rank", 1, reason, instead)
+        return
     if layers < pp * each:
         reason = (
             f"is {counted(pp * each, 'stage')} with {each} on each rank, and the model has {counted(layers, 'layer')}"
@@ -180,7 +191,13 @@ def _pipeline(config: Config, world: World) -> Iterator[Problem]:
             reason = f"must be {counted(pp * each, 'number')} of at least 1 that add up to model.layers={layers}"
             instead = f"parallel.stage_layers=[{','.join(map(str, _evenly(layers, pp * each)))}], or null"
             yield Problem("parallel.stage_layers", given, reason, instead)
-    count = _micro_batches(config)
+    if not config.eval_only:
+        yield from _scheduled(config)
+
+
+def _scheduled(config: Config) -> Iterator[Problem]:
+    """What a schedule needs of a step."""
+    parallel, pp, count = config.parallel, config.parallel.pp, _micro_batches(config)
     if config.micro_batch == "auto":
         yield Problem("micro_batch", "auto", AUTO_WITH_STAGES, "micro_batch=1, or another number")
     elif count is not None and count >= 1 and not runs(parallel, count):
@@ -264,11 +281,6 @@ def _tensor(config: Config, world: World) -> Iterator[Problem]:
     if legal_numbers(model.vocab_size, model.vocab_multiple) and not _enough(model.padded_vocab_size, tp):
         reason = f"a vocabulary of {model.padded_vocab_size} rows {empty}"
         yield Problem("model.vocab_multiple", model.vocab_multiple, reason, f"model.vocab_multiple={tp}")
-    if parallel.strategy is Strategy.ddp:
-        for name in DDP_KEYS:
-            if getattr(parallel, name) != getattr(ParallelConfig(), name):
-                reason = "is a key of torch's DDP, which serves where parallel.tp is 1"
-                yield Problem(f"parallel.{name}", getattr(parallel, name), reason, "leave it out")
 
 
 def _enough(size: int, ranks: int) -> bool:

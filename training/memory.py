@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel.config import Dtype, Recompute
 from parallel.local import local
+from parallel.planning.stages import SPLIT, stages_per_rank
 from parallel.recomputation import settled
 from training.config import Config
 from training.ranks import Ranks
@@ -110,11 +111,12 @@ def _ways_to_fit(config: Config, state: float, activations: float, device: torch
     if isinstance(micro, int) and micro > 1:
         smaller = max(n for n in range(1, micro) if micro % n == 0)
         ways.append(f"micro_batch={smaller}: {activations * (1 - smaller / micro):.2f} GiB less of activations")
-    if settled(config.activations, config.model) in (Recompute.none, Recompute.selective):
+    split = parallel.pp > 1 and parallel.schedule in SPLIT  # whose parameters stay whole, and nothing is computed again
+    if settled(config.activations, config.model) in (Recompute.none, Recompute.selective) and not split:
         ways.append(f"activations=full: up to {activations * 7 / 8:.2f} GiB less of activations, a slower step")
     if parallel.dp_shard == 1:
         ways.append(f"parallel=fsdp2 on 2 ranks or more: {state / 2:.2f} GiB less of state on 2")
-    elif parallel.reshard_after_forward is False:
+    elif parallel.reshard_after_forward is False and not split:
         ways.append("parallel.reshard_after_forward=true: parameters are whole one block at a time")
     if parallel.dp_shard > 1 and not parallel.cpu_offload and device.type == "cuda":
         ways.append(f"parallel.cpu_offload=true: {state:.2f} GiB of state wait in the CPU's memory")
@@ -123,5 +125,8 @@ def _ways_to_fit(config: Config, state: float, activations: float, device: torch
     assert config.sequence_length is not None
     half = max(config.sequence_length // 2, 1)
     ways.append(f"sequence_length={half}: {activations / 2:.2f} GiB less of activations (changes the run)")
-    ways.append(f"model.layers={max(config.model.layers // 2, 1)}: about half of everything (changes the run)")
+    fewer = max(config.model.layers // 2, parallel.pp * stages_per_rank(parallel), 1)
+    if fewer < config.model.layers and parallel.stage_layers is None:
+        share = f"{fewer / config.model.layers:.0%}".replace("%", " %")
+        ways.append(f"model.layers={fewer}: about {share} of everything (changes the run)")
     return ways

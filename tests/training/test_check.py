@@ -16,7 +16,7 @@ from training.check import RANGES, accumulation, check, describe
 from training.config import Config, leaves
 from training.keys import keys
 from training.refusal import Problem
-from training.resolve import Chosen, World, resolve
+from training.resolve import Chosen, World, resolve, resolve_model
 
 ALONE = World(1, 1)
 
@@ -282,6 +282,11 @@ def test_ranks_that_only_tensor_parallelism_shares() -> None:
             "parallel.schedule=1f1b or model.layers=8",
         ),
         ({"parallel__stages_per_rank": 2}, "parallel.stages_per_rank", "parallel.schedule=interleaved_1f1b"),
+        (
+            {"parallel__schedule": "looped_bfs", "parallel__stages_per_rank": 1},
+            "parallel.stages_per_rank",
+            "parallel.stages_per_rank=2, or parallel.schedule=1f1b",
+        ),
         ({"parallel__stage_layers": [4, 4, 2]}, "parallel.stage_layers", "parallel.stage_layers=[3,3,3,3], or null"),
         ({"parallel__stage_layers": [4, 4, 4, 1]}, "parallel.stage_layers", "parallel.stage_layers=[3,3,3,3]"),
         ({"parallel__stage_layers": [12]}, "parallel.stage_layers", "parallel.stage_layers=[3,3,3,3]"),
@@ -353,6 +358,25 @@ def test_a_pipeline_that_passes_can_run_and_what_is_suggested_passes(
             shards = {} if strategy == "single" else {"parallel__dp_shard": -1}
             left = problems(world, strategy, **({"parallel__pp": pp} | shards | keys | values | mended))
             assert problem.key not in left or left[problem.key].reason != problem.reason, (problem, way)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_keys_of_torchs_ddp_where_fsdp2_stands_in(axis: str) -> None:
+    degrees: dict[str, Any] = {f"parallel__{axis}": 2, "parallel__dp_replicate": -1}
+    assert problems(World(4, 4), "ddp", **degrees) == {}
+    assert set(problems(World(4, 4), "ddp", **degrees, parallel__bucket_cap_mb=3.0)) == {"parallel.bucket_cap_mb"}
+
+
+def test_a_layout_to_score_in_is_not_judged_by_a_model_that_is_not_its_own() -> None:
+    """Nor by the micro-batches of a training that does not happen."""
+    asked: dict[str, Any] = {"eval_only": True, "checkpoint__load": "a", "model__layers": 1}
+    for strategy, degree in (("single", "parallel__tp"), ("single", "parallel__pp")):
+        assert problems(World(8, 8), strategy, **{degree: 8}, **asked) == {}
+    known = made(World(8, 8), parallel__pp=8, **asked)
+    resolve_model(known)
+    assert {problem.key for problem in check(known, World(8, 8))} == {"parallel.pp"}
+    known.model.layers, known.parallel.schedule = 24, Schedule["dualpipev"]
+    assert check(known, World(8, 8)) == []
 
 
 def test_a_micro_batch_that_is_not_given_suits_the_schedule() -> None:
