@@ -7,9 +7,16 @@ import hydra
 from omegaconf import DictConfig
 
 from training.advice import Device, advice
+from training.bubble import bubble_told
 from training.check import describe, settle
 from training.compose import check_command, from_hydra, refusing
-from training.plan import settle_activations
+from training.plan import axes_table, settle_activations, stages_table
+
+
+def print_comments(text: str) -> None:
+    """Below a config, which stays YAML."""
+    for line in text.splitlines():
+        print(f"# {line}".rstrip())
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
@@ -22,10 +29,11 @@ def main(composed: DictConfig) -> None:
                 device = Device.described(config)
                 why = settle_activations(config, device.dtype, device.memory_bytes)
                 print(describe(config, chosen))
-                if why:
-                    print(f"# {why}")
+                print_comments(why)
+                print_comments(stages_table(config, device.dtype) + bubble_told(config, world))
+                print_comments(axes_table(config, device.dtype))
                 for told in advice(config, world, device):
-                    print(f"# advice: {told}")
+                    print_comments(f"advice: {told}")
             return
         from training.run import run  # imports torch, which takes seconds
 

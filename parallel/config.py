@@ -79,7 +79,7 @@ class ParallelConfig:
     )
     stage_layers: list[int] | None = key(
         None,
-        "pp: layers of each stage, such as [4,4,4,3]; null: cut by cost, embedding and head counted",
+        "pp: layers of each stage, such as [4,4,4,3]; null: cut by cost, so that no rank has more than it must, the head counted (the embedding costs next to nothing)",
         Changes.layout,
     )
     # ddp

@@ -1,6 +1,6 @@
 """Everything that takes part in the steps, built from the config in the order in which things depend on each other."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,14 +8,14 @@ import torch
 from models.flops import flops_per_token, parameters
 from parallel.apply import Spread, parallelize
 from parallel.config import Dtype, Scope
-from parallel.config import Schedule as PipelineSchedule
 from parallel.mesh import data_coordinate, random_coordinate
 from parallel.precision import settle
 from parallel.recomputation import told
 from training import memory
 from training.advice import Device, advice
 from training.agreement import Agreement
-from training.check import accumulation, check, describe
+from training.bubble import bubble_told
+from training.check import check, describe
 from training.checkpoint.contents import Checkpoints
 from training.checkpoint.store import Store
 from training.config import Config, Debug, leaves
@@ -32,12 +32,11 @@ from training.metrics.environment import environment
 from training.metrics.meters import Meters, Speed
 from training.metrics.throughput import no_peak, peak_flops
 from training.metrics.writers import Writers
-from training.nearby import counted
 from training.optimizers.build import build_optimizer
 from training.place import Place
-from training.plan import axes_table, batch_of, settle_activations, stages_table
+from training.plan import axes_table, settle_activations, stages_table
 from training.refusal import Problem, Refusal
-from training.resolve import DEGREES, Chosen, World, resolve_epochs
+from training.resolve import DEGREES, Chosen, resolve_epochs
 from training.schedule import Schedule
 from training.step import Step
 from training.tokenizers import Tokenizer, build
@@ -240,45 +239,6 @@ def least_memory(config: Config, place: Place, dtype: Dtype) -> float | None:
     return min(known) if len(known) == len(of_ranks) else None
 
 
-def bubble_of(config: Config, world: World) -> str:
-    """The share of the time in which ranks of a pipeline wait, and what would shrink it; "" without one."""
-    if config.parallel.pp == 1 or batch_of(config) is None:
-        return ""
-    share, ways = bubble_share(config), smaller_bubbles(config, world)[:3]
-    better = "; less with " + ", ".join(f"{words} ({less:.1%})" for words, less in ways) if ways else ""
-    count, schedule = accumulation(config, world), config.parallel.schedule.name
-    return f"\nbubble: {share:.1%} of the time, {schedule} with {counted(count, 'micro-batch')}{better}"
-
-
-def bubble_share(config: Config) -> float:
-    """The expected one."""
-    from parallel.bubble import bubble  # imports torch's pipelines
-
-    batch = batch_of(config)
-    assert batch is not None
-    return bubble(config.model, config.parallel, batch.accumulation)
-
-
-def smaller_bubbles(config: Config, world: World) -> list[tuple[str, float]]:
-    """What would shrink it, best first: words to write instead, all of them legal, and the share with them."""
-    parallel, now = config.parallel, bubble_share(config)
-    cuts = [name for name in ("stages_per_rank", "stage_layers") if getattr(parallel, name) is not None]
-    uncut = "".join(f" parallel.{name}=null" for name in cuts)
-    others = {
-        f"parallel.schedule={schedule.name}{uncut}": replace(
-            config,
-            parallel=replace(parallel, schedule=schedule, stages_per_rank=None, stage_layers=None),
-        )
-        for schedule in PipelineSchedule
-        if schedule is not parallel.schedule
-    }
-    assert isinstance(config.micro_batch, int)
-    if config.micro_batch % 2 == 0:
-        others[f"micro_batch={config.micro_batch // 2}"] = replace(config, micro_batch=config.micro_batch // 2)
-    found = [(words, bubble_share(other)) for words, other in others.items() if not check(other, world)]
-    return sorted([way for way in found if way[1] < 0.95 * now], key=lambda way: way[1])
-
-
 def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Spread, step: Step, suite: Suite) -> None:
     """What is about to be done, in a few lines."""
     say, prepared, on_gpu = place.console.say, text.prepared, place.device.type == "cuda"
@@ -290,7 +250,7 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
     assert config.sequence_length is not None
     say(f"  activations: {told(config.activations, config.model, config.sequence_length)}")
     say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
-    for line in (stages_table(config, dtype) + bubble_of(config, place.world)).splitlines():
+    for line in (stages_table(config, dtype) + bubble_told(config, place.world)).splitlines():
         say(f"  {line}")
     for line in axes_table(config, dtype).splitlines():
         say(f"  {line}")

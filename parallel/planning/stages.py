@@ -49,7 +49,7 @@ def stages(model: ModelConfig, parallel: ParallelConfig) -> list[Stage]:
     if parallel.pp == 1:
         return [Stage(0, range(model.layers), True, True, 0)]
     number = parallel.pp * stages_per_rank(parallel)
-    counts = parallel.stage_layers or balanced(model, number)
+    counts = parallel.stage_layers or balanced(model, parallel)
     if len(counts) != number or sum(counts) != model.layers or min(counts) < 1:
         raise ValueError(f"{counts} are not the layers of {number} stages of a model with {model.layers}")
     found, start = [], 0
@@ -106,22 +106,36 @@ def rank_of(index: int, number: int, parallel: ParallelConfig) -> int:
     return index % parallel.pp
 
 
-def balanced(model: ModelConfig, number: int) -> list[int]:
-    """Layers of each stage such that the costliest stage, in FLOPs at the full context and with the head in the last,
-    is as cheap as can be; among those cuts the one with most layers in the last. Raises ValueError for fewer layers
-    than stages."""
+def balanced(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    """Layers of each stage such that the costliest rank is as cheap as can be, and then the costliest stage of each
+    rank; in FLOPs at the full context and with the head. Raises ValueError for fewer layers than stages."""
+    each = stages_per_rank(parallel)
+    number = parallel.pp * each
     if model.layers < number:
         raise ValueError(f"{model.layers} layers are fewer than {number} stages")
-    if number == 1:
-        return [model.layers]
-    block, head = sum(block_flops_per_token(model, model.context)[:2]), head_flops_per_token(model)
+    extra = head_flops_per_token(model) / sum(block_flops_per_token(model, model.context)[:2])
+    last = rank_of(number - 1, number, parallel)
+    ranks = [rank for rank in range(parallel.pp) if rank != last] + [last]
+    counts = [0] * number
+    for rank, layers in zip(ranks, _shared_out(model.layers, parallel.pp, each, extra), strict=True):
+        held = [index for index in range(number) if rank_of(index, number, parallel) == rank]
+        for index, count in zip(held, _shared_out(layers, each, 1, extra if rank == last else 0.0), strict=True):
+            counts[index] = count
+    return counts
+
+
+def _shared_out(layers: int, parts: int, least: int, extra: float) -> list[int]:
+    """Layers of each part, `least` or more, such that the costliest is as cheap as can be. extra: what the last part
+    has beside its layers, in layers; among equals it has the most."""
+    if parts == 1:
+        return [layers]
 
     def costliest(last: int) -> float:
-        return max(-(-(model.layers - last) // (number - 1)) * block, last * block + head)
+        return max(-(-(layers - last) // (parts - 1)), last + extra)
 
-    last = min(range(1, model.layers - number + 2), key=lambda last: (costliest(last), -last))
-    each, more = divmod(model.layers - last, number - 1)
-    return [each + 1] * more + [each] * (number - 1 - more) + [last]
+    last = min(range(least, layers - least * (parts - 1) + 1), key=lambda last: (costliest(last), -last))
+    each, more = divmod(layers - last, parts - 1)
+    return [each + 1] * more + [each] * (parts - 1 - more) + [last]
 
 
 def costs(model: ModelConfig, cut: list[Stage]) -> dict[int, float]:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.runs.drive import Runs, read_lines
-from training.build import bubble_share, smaller_bubbles
+from training.bubble import bubble_share, smaller_bubbles
 from training.check import check
 from training.compose import compose
 from training.config import Config
