@@ -62,6 +62,7 @@ def settle_activations(config: Config, dtype: Dtype, memory_bytes: float | None)
         return ""
     by_size = settled(activations, config.model)
     scheduled = as_scheduled(activations, parallel).mode
+    mode: Recompute
     if scheduled is not Recompute.auto:
         mode, why = scheduled, f"{parallel.schedule.name} computes nothing again"
     else:
@@ -77,9 +78,11 @@ def _first_that_fits(
 ) -> tuple[Recompute, str]:
     """The first where something is not known. With what the first and the found one would take."""
     taken: list[float] = []
+    if memory_bytes is None or _cannot_again(config):
+        return modes[0], ""
     for mode in modes:
         planned = memory_of(replace(config, activations=replace(config.activations, mode=mode)), dtype)
-        if planned is None or memory_bytes is None or _cannot_again(config):
+        if planned is None:
             return modes[0], ""
         taken.append(planned.total)
         if planned.total <= FITS * memory_bytes:
@@ -93,7 +96,7 @@ def _cannot_again(config: Config) -> bool:
 
 
 def gib(used: float, of: float) -> str:
-    return f"{used / GIB:.2f} of {of / GIB:.0f} GiB"
+    return f"{used / GIB:.2f} of {of / GIB:.3g} GiB"
 
 
 def whole_replica(config: Config) -> ParallelConfig:
