@@ -94,7 +94,7 @@ def _cannot_again(config: Config) -> bool:
 
 
 def gib(used: float, of: float) -> str:
-    return f"{used / GIB:.2f} of {of / GIB:.0f} GiB"
+    return f"{used / GIB:.2f} of {of / GIB:.3g} GiB"
 
 
 def whole_replica(config: Config) -> ParallelConfig:
