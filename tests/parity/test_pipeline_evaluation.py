@@ -1,5 +1,5 @@
 """Under each schedule the evaluation and the sample are those of the plain model, between steps and in lengths and
-batches that training does not have."""
+batches that training does not have; and so are steps on sequences of several documents."""
 
 from dataclasses import dataclass
 
@@ -57,8 +57,19 @@ def trained_and_evaluated(config: Config) -> list[Seen]:
 
 
 def train(step: WatchedStep, batch: Batch, lr: float) -> None:
-    inputs = [{"tokens": batch.tokens[i : i + 2], "labels": batch.labels[i : i + 2]} for i in range(0, 12, 2)]
+    inputs = [
+        {"tokens": batch.tokens[i : i + 2], "labels": batch.labels[i : i + 2], **packed(batch.tokens[i : i + 2], i)}
+        for i in range(0, 12, 2)
+    ]
     step(inputs, int((batch.labels != -100).sum()), lr)
+
+
+def packed(tokens: Tensor, number: int) -> dict[str, Tensor]:
+    """Two documents in each sequence, which end elsewhere in each micro-batch; positions count in each."""
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    first = (number + 1) % tokens.shape[1]
+    documents = (places >= first).long()
+    return {"documents": documents, "positions": places - documents * first}
 
 
 def look(spread: Spread, mesh: dist.device_mesh.DeviceMesh | None, ranks: Ranks) -> Seen:
@@ -67,7 +78,10 @@ def look(spread: Spread, mesh: dist.device_mesh.DeviceMesh | None, ranks: Ranks)
     losses = [evaluate(spread, mesh, ranks, [batch]) for batch in rows]
     spread.model.eval()
     with torch.no_grad():
-        total = [spread.forward(tokens=batch.tokens, labels=batch.labels) for batch in rows]
+        total = [
+            spread.forward(tokens=batch.tokens, labels=batch.labels, **packed(batch.tokens, number))
+            for number, batch in enumerate(rows)
+        ]
 
     def logits(tokens: Tensor) -> Tensor:
         return spread.forward(tokens=tokens)[..., :VOCABULARY]
