@@ -1,17 +1,20 @@
 """debug=paranoid: in each step, whatever several ranks hold is compared bit by bit."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.decoder import Decoder
+from parallel.local import local
 from parallel.replicas import differing, refuse
 from training.optimizers.base import Optimizer
 
 
 class Agreement:
     """Compares gradients, parameters, tied weights and optimizer state over all ranks. A check is a collective, and
-    raises ReplicasDiffer on all ranks alike."""
+    raises ReplicasDiffer on all ranks alike, but for what only one rank has twice."""
 
     def __init__(self, model: Decoder, mesh: DeviceMesh | None, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -30,6 +33,7 @@ class Agreement:
                 for name, parameter in self.parameters.items()
             }
         )
+        refuse(self._parted("gradient of", {name: p.grad for name, p in self.parameters.items() if p.grad is not None}))
 
     def check_state(self) -> None:
         """To be called after the update."""
@@ -40,6 +44,16 @@ class Agreement:
         tied = self._tied()
         self._check(parameters | tied | state)
         refuse({name: "is tied on no rank" for name, one in tied.items() if not one})
+        refuse(self._parted("parameter", self.parameters))
+
+    def _parted(self, what: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Copies that are on one rank with what they are copies of, two stages of a pipeline, and have other bits."""
+        pairs = [(copy, owner) for copy, owner in self.model.copies.items() if copy in tensors and owner in tensors]
+        return {
+            f"{what} {copy}": f"differs from {owner} on the same rank"
+            for copy, owner in pairs
+            if not torch.equal(local(tensors[copy]), local(tensors[owner]))
+        }
 
     def _name(self, name: str) -> str:
         """Of the owner, for a copy and for state of it."""

@@ -7,15 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from models.decoder import Decoder
 from parallel.local import local
 from parallel.mesh import data_coordinate, start_process_group
 from parallel.replicas import ReplicasDiffer
+from tests.models.build import tiny
 from tests.parity.cases import Case, Training, batches, config_of, slices
 from tests.parity.compare import CPU, build, mesh_of
 from tests.parity.layouts import Layout, layout
 from tests.ranks import run_ranks
 from training.agreement import Agreement
-from training.config import Config
+from training.config import Config, OptimizerConfig
+from training.optimizers.build import build_optimizer
 from training.step import Step
 
 # Who holds the same part of a matrix as the last rank, and who of a norm.
@@ -134,3 +137,21 @@ def test_a_broken_rank_is_named(layout: Layout, matrix: str, norm: str) -> None:
                 assert message.startswith("ranks that should hold the same do not:\n"), kind
                 assert f"\n{kind}: rank {layout.ranks - 1} differs from {against[kind]}" in message
                 assert kind.startswith(("parameter", "optimizer")) or message.count("\n") == 1  # and nothing else
+
+
+def test_two_copies_on_one_rank_must_be_alike() -> None:
+    """As where the first and the last stage of a pipeline are on the same rank."""
+    model = Decoder(tiny(tied_head=True, layers=2, value_embeddings=1), shares=False)
+    assert set(model.copies) == {"head.weight", "values.1.table.weight"}
+    for name, parameter in model.named_parameters():
+        nn.init.constant_(parameter, len(model.copies.get(name, name)))
+        parameter.grad = parameter.detach().clone()
+    agreement = Agreement(model, None, build_optimizer(OptimizerConfig(), model))
+    agreement.check_gradients()
+    agreement.check_state()
+    for name, check in (("head.weight", agreement.check_gradients), ("values.1.table.weight", agreement.check_state)):
+        parameter = model.get_parameter(name)
+        with torch.no_grad():
+            (parameter.grad if name == "head.weight" else parameter)[0, 0] += 1  # type: ignore[index]
+        with pytest.raises(ReplicasDiffer, match=rf"{name}: differs from"):
+            check()
