@@ -258,8 +258,9 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
         say(f"  advice: {better}")
     tokens, heldout = len(prepared.train), len(prepared.heldout)
     say(f"  data {config.data.kind.name}: {tokens:,} tokens to train on, {heldout:,} held out")
+    of_stages = " of rank 0's stages" if config.parallel.pp > 1 else ""
     for group in step.optimizer.groups:
-        say(f"  {config.optimizer.kind.name}: {group}")
+        say(f"  {config.optimizer.kind.name}{of_stages}: {group}")
     for note in suite.notes:
         say(f"  evals: {note}")
     if on_gpu and speed_of(config, place, dtype, 1).peak_flops is None:

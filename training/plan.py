@@ -44,13 +44,18 @@ def traffic_of(config: Config, dtype: Dtype) -> tuple[int, list[Traffic]]:
 def memory_of(config: Config, dtype: Dtype, parallel: ParallelConfig | None = None) -> Memory | None:
     """The memory of the rank that needs the most, with this layout or another; None while vocabulary or batch are not
     known."""
-    parallel = parallel or config.parallel
+    found = memory_of_ranks(config, dtype, parallel or config.parallel)
+    return max(found, key=lambda of_rank: of_rank.total) if found else None
+
+
+def memory_of_ranks(config: Config, dtype: Dtype, parallel: ParallelConfig) -> list[Memory]:
+    """Of each rank along pp; none while vocabulary or batch are not known."""
     batch = batch_of(config, parallel)
     if batch is None or config.model.vocab_size is None:
-        return None
+        return []
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     layout = (config.model, parallel, dtype, config.precision.reduce_dtype, batch, config.activations, moments)
-    return max((memory(*layout, rank) for rank in range(parallel.pp)), key=lambda found: found.total)
+    return [memory(*layout, rank) for rank in range(parallel.pp)]
 
 
 def settle_activations(config: Config, dtype: Dtype, memory_bytes: float | None) -> str:
@@ -128,7 +133,7 @@ def axes_table(config: Config, dtype: Dtype) -> str:
 
 def stages_table(config: Config, dtype: Dtype) -> str:
     """What each stage of a pipeline has: layers, parameters, its share of the FLOPs, and the bytes of parameters,
-    gradients and optimizer state on one of its ranks; "" without a pipeline."""
+    gradients and optimizer state on one of its ranks; below, what ranks are planned to use; "" without a pipeline."""
     model, parallel = config.model, config.parallel
     if parallel.pp == 1 or model.vocab_size is None:
         return ""
@@ -144,6 +149,8 @@ def stages_table(config: Config, dtype: Dtype) -> str:
         share = flops[stage.index] / sum(flops.values())
         holds = ", ".join([f"layers {layers}", *ends])
         rows.append(
-            [str(stage.index), str(stage.rank), holds, f"{held[stage.index]:,}", f"{share:.1%}", f"{state / 2**30:.2f}"]
+            [str(stage.index), str(stage.rank), holds, f"{held[stage.index]:,}", f"{share:.1%}", f"{state / GIB:.3g}"]
         )
-    return table([["stage", "pp rank", "holds", "parameters", "FLOPs", "state GiB a rank"]], rows, texts=3)
+    planned = [f"{of_rank.total / GIB:.3g}" for of_rank in memory_of_ranks(config, dtype, parallel)]
+    below = f"\nplanned GiB at the peak, by pp rank: {', '.join(planned)}" if planned else ""
+    return table([["stage", "pp rank", "holds", "parameters", "FLOPs", "state GiB a rank"]], rows, texts=3) + below

@@ -149,8 +149,14 @@ PIPELINE = [
     (layout(8, "parallel=hsdp parallel.pp=2", 4), 3),
 ]
 
-# Pipelines with what is kept, computed again or compiled; the number is that of micro-batches a step.
+# Each schedule with shards and with cut layers, and pipelines with what is kept, computed again or compiled; the number
+# is that of micro-batches a step.
 PIPELINE_MODES = [
+    *[
+        (layout(4, f"parallel={spread} parallel.schedule={name}"), 6)
+        for spread in ("zero1 parallel.pp=2", "pp parallel.pp=2 parallel.tp=2")
+        for name in SCHEDULES
+    ],
     *[
         (layout(2, f"parallel=pp activations={mode}"), 3)
         for mode in ("full", "selective", "segments", "every_n", "offload")

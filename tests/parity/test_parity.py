@@ -97,7 +97,7 @@ CASES = [
     ],
     *[case for layout, count in PIPELINE for case in cases_of(layout, count, PIPELINE_TRAININGS)],
     *[
-        pytest.param(Case(layout, count, PIPELINE_TRAININGS[0]), marks=pytest.mark.slow)
+        pytest.param(Case(layout, count, PIPELINE_TRAININGS[0]), marks=[gloo_cannot(layout), pytest.mark.slow])
         for layout, count in PIPELINE_MODES
     ],
     *[Case(MAIN[0], times, training) for times, trainings in TENSOR_FLOAT64.items() for training in trainings],
