@@ -162,9 +162,8 @@ def _pipeline(config: Config, world: World) -> Iterator[Problem]:
     if pp == 1:
         for name in PP_KEYS:
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
-                yield Problem(
-                    f"parallel.{name}", getattr(parallel, name), "there is one stage", "parallel.pp=2, or leave it out"
-                )
+                instead = "leave it out" if world.ranks == 1 else "parallel.pp=2, or leave it out"
+                yield Problem(f"parallel.{name}", getattr(parallel, name), "there is one stage", instead)
         return
     if pp < 2 or layers < 1:
         return

@@ -17,8 +17,9 @@ from parallel.planning.stages import stages_per_rank
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-SECONDS = 0.08  # of a forward pass, of the gradient of its input and of that of its weights
+SECONDS = 0.12  # of a forward pass, of the gradient of its input and of that of its weights
 MICRO_BATCHES = 4
+FEW = {Schedule["interleaved_zero_bubble"]: 2, Schedule["zbv"]: 2}  # with more their bubble is hardly there
 STEPS = 4  # at most: what else the machine does disturbs some
 
 
@@ -51,8 +52,8 @@ class Slow(nn.Module):
         return (y * torch.ones_like(y)).sum().reshape(1) if self.last else (y,)  # a gradient that can be sent
 
 
-def measured(parallel: ParallelConfig, seconds: dict[int, float], expected: float) -> list[float]:
-    """Of several steps, up to the first that is as expected."""
+def measured(parallel: ParallelConfig, count: int, seconds: dict[int, float], expected: float) -> list[float]:
+    """Of several steps of so many micro-batches, up to the first that is as expected."""
     start_process_group(CPU, 60)
     mesh = build_mesh(parallel, CPU)
     model = ModelConfig(layers=parallel.pp * stages_per_rank(parallel), dim=4, vocab_size=7)
@@ -63,7 +64,7 @@ def measured(parallel: ParallelConfig, seconds: dict[int, float], expected: floa
 
     def step() -> float:
         dist.barrier()  # as the gradient's norm does at the end of each step
-        pipeline.backward([batch] * MICRO_BATCHES, torch.ones(()))
+        pipeline.backward([batch] * count, torch.ones(()))
         return pipeline.bubble_share()
 
     step()  # connects
@@ -76,7 +77,7 @@ def measured(parallel: ParallelConfig, seconds: dict[int, float], expected: floa
 
 
 def agrees(share: float, expected: float) -> bool:
-    return share == pytest.approx(expected, rel=0.1, abs=0.01)
+    return share == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.slow
@@ -88,6 +89,7 @@ def test_the_measured_bubble_is_the_simulated_one(schedule: Schedule, longest: s
     seconds = dict.fromkeys(range(number), SECONDS)
     if longest != "even":
         seconds = dict.fromkeys(seconds, SECONDS / 2) | {number - 1: SECONDS}
-    expected = simulate(orders(parallel, MICRO_BATCHES), seconds)
-    for found in run_ranks(2, measured, parallel, seconds, expected):
+    count = FEW.get(schedule, MICRO_BATCHES)
+    expected = simulate(orders(parallel, count), seconds)
+    for found in run_ranks(2, measured, parallel, count, seconds, expected):
         assert agrees(found[-1], expected), (found, expected)
