@@ -326,7 +326,7 @@ def activations_rules(config: Config, world: World) -> Iterator[Problem]:
         reason = f"a segment is one block at least, and there are {layers}"
         instead = f"activations.segments={layers}, or null for the square root of the layers"
         yield Problem("activations.segments", segments, reason, instead)
-    if mode is Recompute.every_n and legal_numbers(layers) and every > layers:
+    if mode is Recompute.every_n and legal_numbers(layers) and every > max(layers, default.every_n):
         reason = f"only the first of {counted(layers, 'block')} would be computed again"
         yield Problem("activations.every_n", every, reason, f"activations.every_n={layers}")
     if mode is Recompute.budget and activations.budget < 1 and config.model.dropout > 0:
