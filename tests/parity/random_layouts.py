@@ -135,7 +135,7 @@ def draw_activations(random: Random, activations: ActivationsConfig, layers: int
     if activations.mode is Recompute.segments:
         activations.segments = random.choice([None, random.randint(1, layers)])
     if activations.mode is Recompute.every_n:
-        activations.every_n = random.randint(1, layers + 1)
+        activations.every_n = random.randint(1, layers)
 
 
 def check_legal(drawn: Drawn) -> None:
