@@ -25,15 +25,17 @@ def main(composed: DictConfig) -> None:
         config, chosen = from_hydra(composed)
         world = settle(config, chosen)
         if config.check_only:
+            trains = not config.eval_only  # else the model is the checkpoint's, which is not looked at here
             if os.environ.get("RANK", "0") == "0":
                 device = Device.described(config)
-                why = settle_activations(config, device.dtype, device.memory_bytes)
+                why = settle_activations(config, device.dtype, device.memory_bytes) if trains else ""
                 print(describe(config, chosen))
-                print_comments(why)
-                print_comments(stages_table(config, device.dtype) + bubble_told(config, world))
-                print_comments(axes_table(config, device.dtype))
-                for told in advice(config, world, device):
-                    print_comments(f"advice: {told}")
+                if trains:
+                    print_comments(why)
+                    print_comments(stages_table(config, device.dtype) + bubble_told(config, world))
+                    print_comments(axes_table(config, device.dtype))
+                    for told in advice(config, world, device):
+                        print_comments(f"advice: {told}")
             return
         from training.run import run  # imports torch, which takes seconds
 

@@ -407,6 +407,26 @@ def test_check_only_needs_no_torch_and_leaves_nothing(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["script.py"]
 
 
+def told_of(*words: str) -> list[str]:
+    """The comments below the config that check_only prints."""
+    command = [sys.executable, str(ROOT / "train.py"), "check_only=true", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("# ")]
+
+
+def test_check_only_tells_of_the_stages_and_the_bubble(tmp_path: Path) -> None:
+    """But not where a checkpoint is scored, whose model is not the config's."""
+    layout = ["hardware.gpus=8", "parallel=pp"]
+    told = "\n".join(told_of(*layout, "model.layers=8", "micro_batch=1"))
+    assert "# bubble: " in told and "planned GiB" in told and "MB a step" in told
+    own = folders.folder_of(tmp_path / "checkpoints", 5)
+    own.mkdir(parents=True)
+    (own / folders.TENSOR_INDEX).write_text("index")
+    folders.complete(own, 5, {}, {})
+    assert told_of(*layout, "eval_only=true", f"checkpoint.load={tmp_path}", "model.vocab_size=257") == []
+
+
 def test_problems_of_files_and_between_keys_end_with_2(folder: Path) -> None:
     done = run(folder, *experiment(folder, "stepss: 3"))
     assert (done.returncode, "Traceback" in done.stderr, "steps=3" in done.stderr) == (2, False, True)
