@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import itertools
 import math
 import os
 import pickle
@@ -277,10 +278,17 @@ def _describe(code: int) -> str:
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code} before it returned"
 
 
+_ports = itertools.count(random.randrange(1_000))
+
+
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those the system gives to whoever asks for any, and from another range in each process of pytest-xdist."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 10_000 + 1_000 * (worker % 20) + next(_ports) % 1_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 # ---- what runs in a rank

@@ -1,20 +1,24 @@
 """The table of largest differences at the end of a test run."""
 
-import pytest
+from dataclasses import asdict
+from typing import Any
 
 from tests.parity.cases import Case
 from tests.parity.compare import Differences
 
-TABLE: pytest.StashKey[list[tuple[Case, Differences]]] = pytest.StashKey()
-
 COLUMNS = ("loss", "norm", "gradient", "weights*", "eval loss")
 
 
-def lines(entries: list[tuple[Case, Differences]]) -> list[str]:
+def entry(case: Case, found: Differences) -> tuple[str, dict[str, float]]:
+    """The line's name and the numbers, as plain values: tests run in other processes than the one that shows them."""
+    return f"{case.training.precision} {case.layout}", asdict(found)
+
+
+def lines(entries: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """One line a dtype and layout, of what promise 1 bounds."""
     rows: dict[str, list[Differences]] = {}
-    for case, found in entries:
-        rows.setdefault(f"{case.training.precision} {case.layout}", []).append(found)
+    for name, found in entries:
+        rows.setdefault(name, []).append(Differences(**found))
     title = "largest difference to the plain loop"
     width = max(map(len, [*rows, title]))
     text = [f"{title:<{width}} cases   init " + " ".join(f"{name:>9}" for name in COLUMNS)]

@@ -27,7 +27,7 @@ from tests.parity.layouts import (
     TENSOR_ACTIVATIONS,
     Layout,
 )
-from tests.parity.table import TABLE
+from tests.parity.table import entry
 from tests.ranks import RanksFailed, run_ranks
 
 # Each layout and accumulation with both optimizers and both models, not with each pair of them.
@@ -146,9 +146,7 @@ def differences(
         found = known[case]
         if isinstance(found, RanksFailed):
             raise found
-        promised = found.promised(case.training)
-        request.config.stash.setdefault(TABLE, []).append((case, promised))
-        return promised
+        return found.promised(case.training)
 
     return of
 
@@ -159,5 +157,9 @@ def is_parity(item: pytest.Item) -> bool:
 
 @pytest.mark.timeout(900)  # the first case waits for all others of its number of ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_layout_gives_the_run_of_the_plain_loop(case: Case, differences: Callable[[Case], Differences]) -> None:
-    assert differences(case).wrong(BOUNDS[case.training.precision]) == []
+def test_a_layout_gives_the_run_of_the_plain_loop(
+    case: Case, differences: Callable[[Case], Differences], record_property: Callable[[str, object], None]
+) -> None:
+    found = differences(case)
+    record_property("parity", entry(case, found))
+    assert found.wrong(BOUNDS[case.training.precision]) == []
