@@ -32,7 +32,9 @@ def main(composed: DictConfig) -> None:
                 print(describe(config, chosen))
                 if trains:
                     print_comments(why)
-                    print_comments(stages_table(config, device.dtype) + bubble_told(config, world))
+                    print_comments(
+                        stages_table(config, device.dtype) + bubble_told(config, world, config.hardware.device)
+                    )
                     print_comments(axes_table(config, device.dtype))
                     for told in advice(config, world, device):
                         print_comments(f"advice: {told}")

@@ -20,12 +20,11 @@ from parallel.local import local
 from parallel.planning.stages import V_SHAPED, Stage, stage_with, stages
 
 
-def sends_to_itself(parallel: ParallelConfig, device: torch.device) -> bool:
+def sends_to_itself(parallel: ParallelConfig, device_type: str) -> bool:
     """Whether this torch would connect a rank that has two stages in a row to itself, which gloo cannot: seen on 2.11,
     no longer on 2.15."""
-    return (
-        parallel.schedule in V_SHAPED and device.type == "cpu" and hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
-    )
+    old = hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
+    return old and parallel.schedule in V_SHAPED and device_type != "cuda"
 
 
 def stages_here(model: ModelConfig, parallel: ParallelConfig, mesh: DeviceMesh) -> list[Stage]:

@@ -14,11 +14,11 @@ from training.resolve import World
 QUICK = 512  # micro-batches times ranks that are simulated for each schedule in about a second
 
 
-def bubble_told(config: Config, world: World) -> str:
+def bubble_told(config: Config, world: World, device_type: str) -> str:
     """The share of the time in which ranks of a pipeline wait, and what would shrink it; "" without one."""
     if config.parallel.pp == 1 or batch_of(config) is None or config.model.vocab_size is None:
         return ""
-    share, ways = bubble_share(config), smaller_bubbles(config, world)[:3]
+    share, ways = bubble_share(config), smaller_bubbles(config, world, device_type)[:3]
     shown = [f"{words} ({less:.1%}{_price(words)})" for words, less in ways]
     better = f"; less with {', '.join(shown)}" if shown else ""
     count, schedule = accumulation(config, world), config.parallel.schedule.name
@@ -39,11 +39,13 @@ def bubble_share(config: Config) -> float:
     return bubble(config.model, config.parallel, batch.accumulation)
 
 
-def smaller_bubbles(config: Config, world: World) -> list[tuple[str, float]]:
+def smaller_bubbles(config: Config, world: World, device_type: str) -> list[tuple[str, float]]:
     """What would shrink it, best first: words to write instead, all of them legal, and the share with them. Not looked
     for where that takes long."""
     if config.parallel.pp * accumulation(config, world) > QUICK:
         return []
+    from parallel.pipeline import sends_to_itself
+
     parallel, now = config.parallel, bubble_share(config)
     cuts = [name for name in ("stages_per_rank", "stage_layers") if getattr(parallel, name) is not None]
     uncut = "".join(f" parallel.{name}=null" for name in cuts)
@@ -58,5 +60,9 @@ def smaller_bubbles(config: Config, world: World) -> list[tuple[str, float]]:
     assert isinstance(config.micro_batch, int)
     if config.micro_batch % 2 == 0:
         others[f"micro_batch={config.micro_batch // 2}"] = replace(config, micro_batch=config.micro_batch // 2)
-    found = [(words, bubble_share(other)) for words, other in others.items() if not check(other, world)]
+    found = [
+        (words, bubble_share(other))
+        for words, other in others.items()
+        if not check(other, world) and not sends_to_itself(other.parallel, device_type)
+    ]
     return sorted([way for way in found if way[1] < 0.95 * now], key=lambda way: way[1])

@@ -250,7 +250,7 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
     assert config.sequence_length is not None
     say(f"  activations: {told(config.activations, config.model, config.sequence_length)}")
     say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
-    for line in (stages_table(config, dtype) + bubble_told(config, place.world)).splitlines():
+    for line in (stages_table(config, dtype) + bubble_told(config, place.world, place.device.type)).splitlines():
         say(f"  {line}")
     for line in axes_table(config, dtype).splitlines():
         say(f"  {line}")

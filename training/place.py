@@ -77,7 +77,7 @@ def find_place(config: Config, world: World) -> Place:
     if config.parallel.pp > 1:
         from parallel.pipeline import sends_to_itself  # imports FSDP, which takes seconds
 
-        if sends_to_itself(config.parallel, device):
+        if sends_to_itself(config.parallel, device.type):
             name = config.parallel.schedule.name
             reason = f"torch {torch.__version__} cannot run this schedule over gloo"
             raise Refusal(

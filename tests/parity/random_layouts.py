@@ -89,7 +89,7 @@ def draw_pipeline(random: Random, config: Config, pp: int) -> int:
     if pp == 1:
         return random.randint(1, 3)
     schedules = [replace(parallel, schedule=schedule) for schedule in Schedule]
-    runnable = [one.schedule for one in schedules if not sends_to_itself(one, torch.device("cpu"))]
+    runnable = [one.schedule for one in schedules if not sends_to_itself(one, "cpu")]
     parallel.schedule = random.choice(runnable)
     if parallel.schedule not in (*ONE_STAGE, *V_SHAPED):
         parallel.stages_per_rank = random.choice([None, 2, 3])

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from tests.runs.drive import Runs, read_lines
 from training.bubble import bubble_share, smaller_bubbles
@@ -22,6 +23,7 @@ def settled(words: list[str]) -> Config:
     return config
 
 
+@pytest.mark.torch211
 @pytest.mark.parametrize(
     "words",
     [
@@ -36,7 +38,7 @@ def test_what_would_shrink_the_bubble_is_legal_and_does(words: str) -> None:
     given = {"parallel.pp": "2", "model.layers": "12", "steps": "9", "batch_sequences": "16", "micro_batch": "2"}
     given |= dict(word.split("=") for word in words.split())
     config = settled([f"{key}={value}" for key, value in given.items()])
-    ways = smaller_bubbles(config, WORLD)
+    ways = smaller_bubbles(config, WORLD, "cpu")
     assert ways and [share for _, share in ways] == sorted(share for _, share in ways)
     for written, share in ways:
         other = given | dict(word.split("=") for word in written.split())
@@ -44,6 +46,8 @@ def test_what_would_shrink_the_bubble_is_legal_and_does(words: str) -> None:
         assert share < bubble_share(config)
     split = any(name in written for written, _ in ways for name in ("zbv", "dualpipev", "zero_bubble"))
     assert split == (not words.startswith(("activations", "compile")))  # what does not go with these is not told
+    v_shaped = [written for written, _ in ways if "zbv" in written or "dualpipev" in written]
+    assert not v_shaped or torch.__version__ >= "2.15"  # 2.11 cannot run them here
 
 
 def test_the_expected_and_the_measured_bubble(runs: Runs) -> None:
