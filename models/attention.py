@@ -2,6 +2,7 @@
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,6 +29,10 @@ class AttentionCore(nn.Module):
         if documents is not None:
             same_document = documents[:, None, :, None] == documents[:, None, None, :]
             mask = same_document.tril()
+        return self.attend(q, k, v, mask)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """mask: what scaled_dot_product_attention takes; None: causal."""
         dropout = self.dropout if self.training else 0.0
         with self._backend():
             return F.scaled_dot_product_attention(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from models.decoder import Block, Decoder, Stream, Values, Walk
+from parallel import ring  # noqa: F401 (has the operator)
 from parallel.config import ActivationsConfig, Recompute
 from parallel.offload import OffloadedWalk
 from parallel.precision import on_same_copies
@@ -23,6 +24,7 @@ ATTENTION = [  # the fused kernels: output and log-sum-exp
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.espalier.ring_attention.default,
 ]
 REDUCE_SCATTERS = [_collectives.reduce_scatter_tensor.default]  # tensor parallelism's: not communicated again
 PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default]

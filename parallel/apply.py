@@ -15,9 +15,11 @@ from parallel.compile import compile_model
 from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy
 from parallel.data import DataParallel, Replicated, Sharded, Single
 from parallel.materialize import materialize
+from parallel.mesh import context_view
 from parallel.planning.stages import SPLIT, as_scheduled
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
 from parallel.replicas import check_replicas
+from parallel.sequence import SequenceShare
 
 if TYPE_CHECKING:
     from parallel.pipeline import Pipeline, Shared
@@ -33,14 +35,30 @@ class Spread:
     alike: dict[str, float] = field(default_factory=dict)  # what gradients.sum_alike sums over tp
     pipeline: "Pipeline | None" = None
     shared: "list[Shared]" = field(default_factory=list)
+    share: SequenceShare | None = None  # where ranks share sequences
 
-    def forward(self, **inputs: Tensor | str | None) -> Tensor:
-        """Decoder.forward, a collective under FSDP2. With a pipeline, without gradients."""
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share each sequence."""
+        return 1 if self.share is None else self.share.size
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """Decoder.forward of whole sequences, a collective under FSDP2. With a pipeline, without gradients. Where ranks
+        share sequences the summed loss is of this rank's tokens; all else is of the whole, without gradients."""
+        if self.share is None:
+            return self._forward(inputs)
+        found = self._forward(self.share.cut(inputs))
+        summed = inputs.get("labels") is not None and inputs.get("reduction", "sum") == "sum"
+        return found if summed else self.share.whole(found)
+
+    def _forward(self, inputs: dict[str, Any]) -> Tensor:
         return self.data.call(**inputs) if self.pipeline is None else self.pipeline.forward(**inputs)
 
     def step(self, micro_batches: list[dict[str, Any]], divisor: Tensor) -> Tensor:
         """With a pipeline: forward and backward over a step's micro-batches (Pipeline.backward)."""
         assert self.pipeline is not None
+        if self.share is not None:
+            micro_batches = [self.share.cut(inputs) for inputs in micro_batches]
         return self.pipeline.backward(micro_batches, divisor)
 
     def copy_shared(self, state: dict[str, Tensor]) -> None:
@@ -87,7 +105,7 @@ def parallelize(
     compute = compute_dtype(precision)
     low = compute is not master_dtype(precision)
 
-    # Here, in this order: tensor and expert cuts, context, activations, compile.
+    # Here, in this order: tensor cuts, context, activations, compile.
     alike: dict[str, float] = {}
     if parallel.tp > 1:
         from parallel.tensor import cut_tensors, overlap_communication  # imports DTensor, which takes seconds
@@ -96,6 +114,12 @@ def parallelize(
         alike = cut_tensors(decoder, mesh["tp"])
         if parallel.async_tp:
             overlap_communication(mesh["tp"])
+    share = None
+    if parallel.cp > 1:
+        from parallel.context import share_sequences  # imports DTensor, which takes seconds
+
+        share = SequenceShare(context_view(parallel, device)["cp"])
+        share_sequences(decoder, parallel.context, share)
     parts = {0: decoder}
     if parallel.pp > 1:
         parts = {stage.index: decoder.stage(stage.layers, (stage.first, stage.last)) for stage in held}
@@ -118,7 +142,7 @@ def parallelize(
             else:
                 spreads[index] = Single(callee)
     check_replicas(decoder, mesh)
-    spread = Spread(decoder, next(iter(spreads.values())), compiled, alike)
+    spread = Spread(decoder, next(iter(spreads.values())), compiled, alike, share=share)
     if parallel.pp > 1:
         assert mesh is not None
         passes = {index: data.call for index, data in spreads.items()}

@@ -38,6 +38,14 @@ Schedule = Enum(
 """In which order the ranks of a pipeline take the passes of the micro-batches; the values are torch's names."""
 
 
+class Context(Enum):
+    """How ranks that share a sequence attend to each other's tokens."""
+
+    gather = "gather"
+    ring = "ring"
+    ulysses = "ulysses"
+
+
 @dataclass
 class ParallelConfig:
     """Degrees of the mesh and the keys of each strategy. No key here changes the mathematics."""
@@ -50,7 +58,7 @@ class ParallelConfig:
     pp: int = key(1, "pipeline stages", Changes.layout)
     dp_replicate: int = key(1, "copies of the model (or of its shards); -1: the rest of the ranks", Changes.layout)
     dp_shard: int = key(1, "ranks that share one copy of the model's state; -1: the rest of the ranks", Changes.layout)
-    cp: int = key(1, "ranks that share a sequence", Changes.layout)
+    cp: int = key(1, "ranks that share each sequence; -1: the rest", Changes.layout)
     tp: int = key(1, "ranks that share each layer and cut the sequence between layers; -1: the rest", Changes.layout)
     ep: int = key(1, "ranks that share a layer's experts, borrowed from the other axes", Changes.layout)
     reduce: Reduce = key(
@@ -82,6 +90,12 @@ class ParallelConfig:
         "pp: layers of each stage, such as [4,4,4,3]; null: cut by cost, so that no rank has more than it must, the head counted (the embedding costs next to nothing)",
         Changes.layout,
     )
+    # cp
+    context: Context = key(
+        Context.gather,
+        "cp: gather (keys and values of the whole sequence on each rank) | ring (they go round, one share at a time) | ulysses (each rank has the whole sequence for a part of the heads)",
+        Changes.layout,
+    )
     # ddp
     bucket_cap_mb: float = key(25.0, "ddp: size of the buckets in which gradients are summed, in MB", Changes.layout)
     gradient_as_bucket_view: bool = key(
@@ -110,6 +124,21 @@ class ParallelConfig:
         """Whether there is a mesh: a single device has none."""
         degrees = (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
         return self.strategy is not Strategy.single or any(degree != 1 for degree in degrees)
+
+    @property
+    def copies(self) -> int:
+        """Ranks with a copy of the same parameters: those that share a sequence too, where no state is shared out."""
+        return self.dp_replicate * (1 if self.strategy is Strategy.fsdp2 else self.cp)
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which the model's state is shared out: those that share a sequence too."""
+        return self.dp_shard * (self.cp if self.strategy is Strategy.fsdp2 else 1)
+
+    @property
+    def sequence_cuts(self) -> int:
+        """Equal parts that a sequence must have: one a rank along tp, two a rank along cp."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     @property
     def torch_ddp(self) -> bool:

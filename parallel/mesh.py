@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallel.config import ParallelConfig
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # ranks along cp are neighbours along one of the middle two
 EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")  # of the same ranks, as layers of experts see them
-DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these see different sequences
+DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these see different tokens
 LOSS_AXES = (*DATA_AXES, "pp")  # ranks along these have parts of the loss: along pp all but one have 0
 FIRST_STEP_PATIENCE = 3  # the first step compiles and connects: its collectives may wait this many times longer
 
@@ -48,8 +48,18 @@ def shorten_timeouts(mesh: DeviceMesh | None, cpu_group: dist.ProcessGroup | Non
 
 
 def build_mesh(degrees: ParallelConfig, device: torch.device) -> DeviceMesh:
-    """One mesh over all ranks; neighbours along the last axis are neighbours in rank. Degrees of 1 are axes too."""
-    return init_device_mesh(device.type, tuple(getattr(degrees, axis) for axis in AXES), mesh_dim_names=AXES)
+    """One mesh over all ranks; neighbours along the last axis are neighbours in rank. Degrees of 1 are axes too.
+
+    To parameters, ranks that share a sequence are like those with other sequences: they are part of dp_shard, or of
+    dp_replicate where no state is shared out."""
+    sizes = (degrees.pp, degrees.copies, degrees.shards, degrees.tp)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+
+
+def context_view(degrees: ParallelConfig, device: torch.device) -> DeviceMesh:
+    """The ranks of `build_mesh` by the sequences they share: an axis `cp`, between those of tp and all others."""
+    others = degrees.pp * degrees.dp_replicate * degrees.dp_shard
+    return init_device_mesh(device.type, (others, degrees.cp, degrees.tp), mesh_dim_names=("others", "cp", "tp"))
 
 
 def expert_view(degrees: ParallelConfig, device: torch.device) -> DeviceMesh:
@@ -64,14 +74,14 @@ def expert_view(degrees: ParallelConfig, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, sizes, mesh_dim_names=EXPERT_AXES)
 
 
-def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """This rank's place among the ranks that see different sequences, and their number."""
+def data_coordinate(mesh: DeviceMesh | None, cp: int = 1) -> tuple[int, int]:
+    """This rank's place among the ranks that see different sequences, and their number; `cp` ranks share each."""
     place, number = 0, 1
     if mesh is not None:
         for axis in DATA_AXES:
             place = place * mesh[axis].size() + mesh.get_local_rank(axis)
             number *= mesh[axis].size()
-    return place, number
+    return place // cp, number // cp
 
 
 def random_coordinate(mesh: DeviceMesh | None) -> int:

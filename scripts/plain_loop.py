@@ -135,7 +135,7 @@ def shard(model: Any, config: Config, place: Place, compute: torch.dtype) -> Non
     mesh, parallel = place.mesh, config.parallel
     assert mesh is not None
     options: dict[str, Any] = {
-        "mesh": mesh["dp_replicate", "dp_shard"] if parallel.dp_replicate > 1 else mesh["dp_shard"],
+        "mesh": mesh["dp_replicate", "dp_shard"] if parallel.copies > 1 else mesh["dp_shard"],
         "mp_policy": MixedPrecisionPolicy(compute, reduce_dtype=compute_dtype(config.precision.reduce_dtype)),
     }
     for block in model.blocks.values():

@@ -48,17 +48,20 @@ def _whole_replica_fits(config: Config, world: World, device: Device) -> Iterato
         return
     fits = f"a whole copy of the model's state and activations fits a device: {gib(whole.total, device.memory_bytes)}"
     assert config.batch_sequences is not None
-    if parallel.tp * parallel.pp > 1 and config.batch_sequences % world.ranks == 0:
+    if parallel.cp * parallel.tp * parallel.pp > 1 and config.batch_sequences % world.ranks == 0:
         if parallel.tp > 1:
             waits = "Tensor parallelism waits for other ranks in each layer"
             yield f"parallel.tp={parallel.tp}: {fits}. {waits}; parallel=ddp or parallel=zero1 only once a step"
+        if parallel.cp > 1:
+            waits = "Ranks that share sequences wait for each other in each layer"
+            yield f"parallel.cp={parallel.cp}: {fits}. {waits}; parallel=ddp or parallel=zero1 only once a step"
         if parallel.pp > 1:
             waits = "Ranks of a pipeline wait while it fills and empties"
             yield f"parallel.pp={parallel.pp}: {fits}. {waits}; parallel=ddp or parallel=zero1 never do"
     elif (
         parallel.pp == 1
         and parallel.strategy is Strategy.fsdp2
-        and parallel.dp_shard > 1
+        and parallel.shards > 1
         and reshards_to(parallel) is not None
     ):
         yield (

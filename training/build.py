@@ -36,7 +36,7 @@ from training.optimizers.build import build_optimizer
 from training.place import Place
 from training.plan import axes_table, settle_activations, stages_table
 from training.refusal import Problem, Refusal
-from training.resolve import DEGREES, Chosen, resolve_epochs
+from training.resolve import DEGREES, Chosen, data_ranks, resolve_epochs
 from training.schedule import Schedule
 from training.step import Step
 from training.tokenizers import Tokenizer, build
@@ -90,12 +90,14 @@ def spread_model(config: Config, place: Place, dtype: Dtype) -> Spread:
 
 
 def build_suite(config: Config, place: Place, text: Text, spread: Spread) -> Suite:
-    """The suite; of a compiled model in as few shapes as compile.dynamic says, in widths that tensor parallelism can
-    cut."""
+    """The suite; of a compiled model in as few shapes as compile.dynamic says, in widths that can be cut over
+    ranks."""
     assert config.sequence_length is not None
     one_shape = spread.compiled is not Scope.none and not config.compile.dynamic
-    suite = Suite(config.evals, text.prepared, text.tokenizer, config.sequence_length, one_shape, config.parallel.tp)
-    for shape in suite.shapes(data_coordinate(place.mesh)[1]):
+    suite = Suite(
+        config.evals, text.prepared, text.tokenizer, config.sequence_length, one_shape, config.parallel.sequence_cuts
+    )
+    for shape in suite.shapes(data_ranks(config)):
         expect(spread, "evaluation batches", shape, gradients=False)
     return suite
 
@@ -161,7 +163,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
 def fit_micro_batch(config: Config, place: Place, step: Step) -> int:
     """The largest micro-batch of this model that fits on every rank."""
     assert config.sequence_length is not None and config.batch_sequences is not None
-    length, sequences = config.sequence_length, config.batch_sequences // data_coordinate(place.mesh)[1]
+    length, sequences = config.sequence_length, config.batch_sequences // data_ranks(config)
 
     def probe(count: int) -> None:
         tokens = torch.zeros(count, length, dtype=torch.long, device=place.device)
@@ -179,14 +181,14 @@ def build_batches(config: Config, place: Place, text: Text) -> Batches:
     assert isinstance(config.micro_batch, int)
     tokens, data = text.prepared.train, config.data
     order = Order(len(tokens), config.sequence_length, config.seed, data.shuffle, data.shuffle_block)
-    data_rank, data_ranks = data_coordinate(place.mesh)
+    data_rank, ranks = data_coordinate(place.mesh, config.parallel.cp)
     return Batches(
         tokens,
         order,
         config.batch_sequences,
         config.micro_batch,
         data_rank,
-        data_ranks,
+        ranks,
         place.device,
         data.prefetch,
     )

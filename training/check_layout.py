@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-from parallel.config import ActivationsConfig, ParallelConfig, Recompute, Reduce, Scope, Strategy
+from models.config import Attention
+from parallel.config import ActivationsConfig, Context, ParallelConfig, Recompute, Reduce, Scope, Strategy
 from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
 from parallel.recomputation import settled
 from training.config import Config
@@ -20,22 +23,17 @@ FSDP2_KEYS = ("reshard_after_forward", "reshard_after_backward", "prefetch_forwa
 
 def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
     parallel = config.parallel
-    for axis, what in (("cp", "context"), ("ep", "expert")):
-        if getattr(parallel, axis) != 1:
-            yield Problem(
-                f"parallel.{axis}",
-                getattr(parallel, axis),
-                f"{what} parallelism is not in this version",
-                f"parallel.{axis}=1",
-            )
+    if parallel.ep != 1:
+        yield Problem("parallel.ep", parallel.ep, "expert parallelism is not in this version", "parallel.ep=1")
     yield from _strategy(config, world)
     if not (config.eval_only and config.sequence_length is None):  # else the model is not known yet
         yield from _tensor(config, world)
+        yield from _context(config, world)
         yield from _pipeline(config, world)
-    reshard, shards = parallel.reshard_after_forward, parallel.dp_shard
+    reshard, shards = parallel.reshard_after_forward, parallel.shards
     whole = parallel.strategy is Strategy.fsdp2 and shards >= 1
     if whole and not isinstance(reshard, bool) and (reshard < 1 or shards % reshard != 0):
-        reason = f"a number of ranks to reshard to must divide parallel.dp_shard={shards}"
+        reason = f"a number of ranks to reshard to must divide the {shards} that share the state"
         legal = alternatives("parallel.reshard_after_forward", divisors_around(shards, reshard))
         yield Problem("parallel.reshard_after_forward", reshard, reason, f"{legal}, true or false")
     if parallel.strategy is Strategy.ddp and parallel.reduce is Reduce.micro_batch:
@@ -85,7 +83,7 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
             )
         elif used > 1 and used != world.ranks:
             axis = "tp" if degrees["tp"] > 1 else "pp"
-            instead = _tensor_degrees(config, world) if axis == "tp" else _stage_degrees(config, world)
+            instead = legal_degrees(axis, config, world)
             yield Problem(f"parallel.{axis}", degrees[axis], f"uses {used} ranks, and there are {world.ranks}", instead)
         return
     if parallel.strategy is Strategy.ddp and degrees["dp_shard"] != 1:
@@ -97,26 +95,25 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
         )
         return
     illegal = any(degree < 1 and degree != -1 for degree in degrees.values()) or world.ranks < 1
-    if illegal or degrees["cp"] != 1:
+    if illegal:
         return
-    unknown = [axis for axis in ("pp", "tp") if degrees[axis] == -1]
+    unknown = [axis for axis in ("pp", "cp", "tp") if degrees[axis] == -1]
     for axis in unknown:  # what is one -1 alone was filled in
         reason = f"is the rest of the {counted(world.ranks, 'rank')}, and that is not known or no whole number"
         yield Problem(f"parallel.{axis}", -1, reason, f"parallel.{axis}=2, or another number")
     if unknown:
         return
     there = world.ranks  # for data parallelism, when the others have theirs
-    for axis in ("tp", "pp"):
+    for axis in ("tp", "cp", "pp"):
         if there % degrees[axis] != 0:
             reason = f"does not divide the {counted(there, 'rank')} there are"
-            instead = _tensor_degrees(config, world) if axis == "tp" else _stage_degrees(config, world)
-            yield Problem(f"parallel.{axis}", degrees[axis], reason, instead)
+            yield Problem(f"parallel.{axis}", degrees[axis], reason, legal_degrees(axis, config, world))
             return
         there //= degrees[axis]
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
     if replicate * shard == there:
         return
-    others = [f"{axis} {degrees[axis]}" for axis in ("pp", "tp") if degrees[axis] > 1]
+    others = [f"{axis} {degrees[axis]}" for axis in ("pp", "cp", "tp") if degrees[axis] > 1]
     ranks = counted(there, "rank") + (f" (times {' x '.join(others)})" if others else "")
     if parallel.strategy is Strategy.ddp:
         reason = f"there are {ranks}, each with a copy of the model"
@@ -137,19 +134,34 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
     yield Problem(f"parallel.{name}", degree, reason, f"{choices}; or -1 in one of them for the ranks that are left")
 
 
-def _stage_degrees(config: Config, world: World) -> str:
-    """What to write for parallel.pp: the degrees nearest to the given one that divide the ranks and have layers."""
+def legal_degrees(axis: str, config: Config, world: World) -> str:
+    """What to write for parallel.pp, cp or tp: the degrees nearest to the given one that divide the ranks which the
+    other two leave, and the model and sequence as that axis cuts them."""
     parallel = config.parallel
-    rest = world.ranks // parallel.tp if parallel.tp >= 1 and world.ranks % parallel.tp == 0 else world.ranks
-    most = max(1, config.model.layers // stages_per_rank(parallel))
-    legal = [degree for degree in range(1, min(rest, most) + 1) if rest % degree == 0]
-    near = {max((d for d in legal if d <= parallel.pp), default=1), *[d for d in legal if d >= parallel.pp][:1]}
-    return _with_data("pp", sorted(near), rest, parallel)
+    others = math.prod(max(getattr(parallel, other), 1) for other in ("pp", "cp", "tp") if other != axis)
+    rest, given = world.ranks // others if world.ranks % others == 0 else world.ranks, getattr(parallel, axis)
+    legal = [degree for degree in range(1, rest + 1) if rest % degree == 0 and _cuts(axis, degree, config)]
+    near = {max((d for d in legal if d <= given), default=1), *[d for d in legal if d >= given][:1]}
+    return _with_data(axis, sorted(near), rest, parallel)
+
+
+def _cuts(axis: str, degree: int, config: Config) -> bool:
+    """Whether what is cut along an axis has as many parts, as far as its size is known."""
+    changed: dict[str, Any] = {axis: degree}
+    model, parallel = config.model, replace(config.parallel, **changed)
+    if axis == "pp":
+        return degree == 1 or degree * stages_per_rank(parallel) <= model.layers
+    heads = parallel.tp * (parallel.cp if parallel.context is Context.ulysses else 1)
+    parts = [(length, parallel.sequence_cuts) for length in (config.sequence_length, model.context)]
+    parts += [(model.heads, heads), (model.key_value_heads, heads)]
+    return degree == 1 or all(size is None or size < 1 or number < 1 or size % number == 0 for size, number in parts)
 
 
 def _with_data(axis: str, degrees: list[int], rest: int, parallel: ParallelConfig) -> str:
     """Degrees to write; the others of `rest` ranks need a strategy that has something for them to do."""
     whole = parallel.strategy is not Strategy.single
+    if axis == "cp":  # of a single device resolve made copies, of a fixed number
+        whole = -1 in (parallel.dp_replicate, parallel.dp_shard)
     return " or ".join(
         f"parallel.{axis}={degree}" if whole or degree == rest else f"parallel=fsdp2 parallel.{axis}={degree}"
         for degree in degrees
@@ -181,7 +193,7 @@ def _pipeline(config: Config, world: World) -> Iterator[Problem]:
         reason = (
             f"is {counted(pp * each, 'stage')} with {each} on each rank, and the model has {counted(layers, 'layer')}"
         )
-        fewer = [_stage_degrees(config, world)] if layers // each > 1 else []
+        fewer = [legal_degrees("pp", config, world)] if layers // each > 1 else []
         fewer += ["parallel.schedule=1f1b"] if each > 1 and layers >= pp else []
         yield Problem("parallel.pp", pp, reason, " or ".join([*fewer, f"model.layers={pp * each}"]))
     elif parallel.stage_layers is not None:
@@ -239,15 +251,6 @@ def _evenly(layers: int, stages: int) -> list[int]:
     return [each + (place < more) for place in range(stages)]
 
 
-def _tensor_degrees(config: Config, world: World) -> str:
-    """What to write for parallel.tp: the degrees nearest to the given one that divide all they must."""
-    model, parallel = config.model, config.parallel
-    rest = world.ranks // parallel.pp if parallel.pp >= 1 and world.ranks % parallel.pp == 0 else world.ranks
-    cut = (model.heads, model.key_value_heads, config.sequence_length, model.context, rest)
-    legal = divisors_around(math.gcd(*(size for size in cut if size is not None and size >= 1)), parallel.tp)
-    return _with_data("tp", legal, rest, parallel)
-
-
 def _tensor(config: Config, world: World) -> Iterator[Problem]:
     """What tensor parallelism cuts must divide, or be enough for every rank to have some."""
     model, parallel, tp = config.model, config.parallel, config.parallel.tp
@@ -266,13 +269,9 @@ def _tensor(config: Config, world: World) -> Iterator[Problem]:
     if legal_numbers(heads, kv_heads) and (heads % tp != 0 or kv_heads % tp != 0):
         cut = f"model.heads={heads}" if heads == kv_heads else f"model.heads={heads} and model.kv_heads={kv_heads}"
         reason = f"heads are shared out whole, and it does not divide {cut}"
-        yield Problem("parallel.tp", tp, reason, _tensor_degrees(config, world))
-    for name, length in (("sequence_length", config.sequence_length), ("model.context", model.context)):
-        if length is not None and length >= 1 and length % tp != 0:
-            instead = _tensor_degrees(config, world)
-            if all(size % tp == 0 for size in (heads, kv_heads, world.ranks)):
-                instead = f"{alternatives(name, around(length, tp))}, or {instead}"
-            yield Problem(name, length, f"sequences are cut into parallel.tp={tp} equal parts", instead)
+        yield Problem("parallel.tp", tp, reason, legal_degrees("tp", config, world))
+    if parallel.cp == 1:
+        yield from _lengths("tp", f"parallel.tp={tp} equal parts", config, world)
     empty = f"cut over parallel.tp={tp} as torch.chunk does leaves a rank with nothing"
     if not _enough(model.feedforward_dim, tp):
         legal = alternatives("model.ffn_dim", around(model.feedforward_dim, tp))
@@ -280,6 +279,43 @@ def _tensor(config: Config, world: World) -> Iterator[Problem]:
     if legal_numbers(model.vocab_size, model.vocab_multiple) and not _enough(model.padded_vocab_size, tp):
         reason = f"a vocabulary of {model.padded_vocab_size} rows {empty}"
         yield Problem("model.vocab_multiple", model.vocab_multiple, reason, f"model.vocab_multiple={tp}")
+
+
+def _lengths(axis: str, parts: str, config: Config, world: World) -> Iterator[Problem]:
+    """Whether sequences, and the longest that is ever written, can be cut over ranks."""
+    model, cuts = config.model, config.parallel.sequence_cuts
+    for name, length in (("sequence_length", config.sequence_length), ("model.context", model.context)):
+        if length is not None and length >= 1 and length % cuts != 0:
+            instead = legal_degrees(axis, config, world)
+            heads_divide = all(heads % config.parallel.tp == 0 for heads in (model.heads, model.key_value_heads))
+            if heads_divide and world.ranks % getattr(config.parallel, axis) == 0:
+                instead = f"{alternatives(name, around(length, cuts))}, or {instead}"
+            yield Problem(name, length, f"sequences are cut into {parts}", instead)
+
+
+def _context(config: Config, world: World) -> Iterator[Problem]:
+    """What ranks that share sequences need of lengths, heads and kernels."""
+    model, parallel, cp, tp = config.model, config.parallel, config.parallel.cp, config.parallel.tp
+    kind = parallel.context
+    if cp == 1 and kind is not ParallelConfig().context:
+        yield Problem("parallel.context", kind.name, "no ranks share sequences", "parallel.cp=2, or leave it out")
+    if cp < 2 or tp < 1:
+        return
+    of_tp = f", each into parallel.tp={tp}" if tp > 1 else ""
+    yield from _lengths("cp", f"2 x parallel.cp={cp} equal parts{of_tp}", config, world)
+    heads, kv_heads = model.heads, model.key_value_heads
+    numbers = legal_numbers(heads, kv_heads) and heads % tp == kv_heads % tp == 0
+    if kind is Context.ulysses and numbers and (heads % (cp * tp) != 0 or kv_heads % (cp * tp) != 0):
+        cut = f"model.heads={heads}" if heads == kv_heads else f"model.heads={heads} and model.kv_heads={kv_heads}"
+        shared = f"parallel.cp={cp}" + (f" x parallel.tp={tp}" if tp > 1 else "")
+        reason = f"shares out whole heads, and {shared} does not divide {cut}"
+        yield Problem("parallel.context", kind.name, reason, "parallel.context=gather or parallel.context=ring")
+    if kind is Context.ring and model.dropout > 0:
+        reason = f"merges what kernels give, which have no dropout here, and model.dropout is {model.dropout}"
+        yield Problem("parallel.context", kind.name, reason, "parallel.context=gather, or model.dropout=0")
+    if kind is Context.ring and model.attention not in (Attention.auto, Attention.sdpa, Attention.flash):
+        reason = f"has a kernel of its own, and model.attention is {model.attention.name}"
+        yield Problem("parallel.context", kind.name, reason, "parallel.context=gather, or model.attention=auto")
 
 
 def _enough(size: int, ranks: int) -> bool:

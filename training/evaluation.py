@@ -32,7 +32,7 @@ class Evaluation:
 
     def score(self, step: int) -> list[Record]:
         """A collective: all scores of the suite, the same on every rank, as lines of evals.jsonl."""
-        data_rank, data_ranks = data_coordinate(self.mesh)
+        data_rank, data_ranks = data_coordinate(self.mesh, self.spread.sequence_ranks)
         self.spread.model.eval()
         try:
             scores = self.suite.score(self.losses, self.ranks, data_rank, data_ranks, self.device)

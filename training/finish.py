@@ -33,7 +33,7 @@ def sample(config: Config, spread: Spread, tokenizer: Tokenizer, device: torch.d
     spread.model.eval()
     seed = derive(config.seed, "sample")
     with as_written(spread.compiled):  # each width would be a graph for a few tokens
-        count, context, parts = config.metrics.sample_tokens, config.model.context, config.parallel.tp
+        count, context, parts = config.metrics.sample_tokens, config.model.context, config.parallel.sequence_cuts
         ids = generate(logits, prompt, count, context, TEMPERATURE, seed, device, parts)
     spread.model.train()
     if tokenizer.end_of_text in ids:

@@ -114,11 +114,11 @@ def _ways_to_fit(config: Config, state: float, activations: float, device: torch
     split = parallel.pp > 1 and parallel.schedule in SPLIT  # whose parameters stay whole, and nothing is computed again
     if settled(config.activations, config.model) in (Recompute.none, Recompute.selective) and not split:
         ways.append(f"activations=full: up to {activations * 7 / 8:.2f} GiB less of activations, a slower step")
-    if parallel.dp_shard == 1:
+    if parallel.shards == 1:
         ways.append(f"parallel=fsdp2 on 2 ranks or more: {state / 2:.2f} GiB less of state on 2")
     elif parallel.reshard_after_forward is False and not split:
         ways.append("parallel.reshard_after_forward=true: parameters are whole one block at a time")
-    if parallel.dp_shard > 1 and not parallel.cpu_offload and device.type == "cuda":
+    if parallel.shards > 1 and not parallel.cpu_offload and device.type == "cuda":
         ways.append(f"parallel.cpu_offload=true: {state:.2f} GiB of state wait in the CPU's memory")
     if config.precision.dtype in (Dtype.fp32, Dtype.tf32):
         ways.append(f"precision=bf16: {activations / 2:.2f} GiB less of activations (changes the run)")

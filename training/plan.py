@@ -26,7 +26,7 @@ def batch_of(config: Config, parallel: ParallelConfig | None = None) -> Batch | 
     of = parallel or config.parallel
     each = max(sequences // (of.dp_replicate * of.dp_shard), 1)
     micro = min(micro, each)
-    return Batch(micro, each // micro, length)
+    return Batch(micro, each // micro, length // of.cp)
 
 
 def traffic_of(config: Config, dtype: Dtype) -> tuple[int, list[Traffic]]:
@@ -105,8 +105,8 @@ def gib(used: float, of: float) -> str:
 def whole_replica(config: Config) -> ParallelConfig:
     """The layout in which each rank has a copy of everything."""
     parallel = config.parallel
-    ranks = data_ranks(config) * parallel.tp * parallel.pp
-    return replace(parallel, strategy=Strategy.ddp, dp_replicate=ranks, dp_shard=1, tp=1, pp=1)
+    ranks = data_ranks(config) * parallel.cp * parallel.tp * parallel.pp
+    return replace(parallel, strategy=Strategy.ddp, dp_replicate=ranks, dp_shard=1, cp=1, tp=1, pp=1)
 
 
 def axes_table(config: Config, dtype: Dtype) -> str:
@@ -143,7 +143,7 @@ def stages_table(config: Config, dtype: Dtype) -> str:
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     rows = []
     for stage in cut:
-        state = held[stage.index] * master_bytes(dtype) * (2 + moments) / (parallel.tp * parallel.dp_shard)
+        state = held[stage.index] * master_bytes(dtype) * (2 + moments) / (parallel.tp * parallel.shards)
         layers = f"{stage.layers.start}-{stage.layers.stop - 1}" if len(stage.layers) > 1 else str(stage.layers.start)
         ends = ["embedding"] * stage.first + ["head"] * stage.last
         share = flops[stage.index] / sum(flops.values())

@@ -140,6 +140,8 @@ def _resolve_degrees(parallel: ParallelConfig, world: World) -> None:
     if parallel.strategy is Strategy.auto:
         copied = Strategy.single if parallel.dp_replicate == 1 else Strategy.ddp
         parallel.strategy = copied if parallel.dp_shard == 1 else Strategy.fsdp2
+    if parallel.strategy is Strategy.single and parallel.cp > 1:  # each rank has a part of every gradient
+        parallel.strategy = Strategy.ddp
 
 
 def _resolve_schedule(config: Config) -> None:

@@ -59,6 +59,7 @@ class Step:
         device = micro_batches[0]["tokens"].device
         dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         everyone = sum_over(self.mesh, DATA_AXES, torch.tensor(predicted, dtype=torch.float64, device=device))
+        everyone /= self.spread.sequence_ranks  # each of which has counted the same sequences
         divisor = everyone.clamp(min=1)
         if self.spread.pipeline is not None:
             self.phase = "the pipeline's passes"

@@ -7,7 +7,7 @@ to each dtype. All are bytes for one token on one of `tp` ranks."""
 from itertools import pairwise
 
 from models.config import Attention, ModelConfig
-from parallel.config import ActivationsConfig, Dtype, Recompute
+from parallel.config import ActivationsConfig, Context, Dtype, ParallelConfig, Recompute
 from parallel.planning.layout import BYTES
 from parallel.planning.stages import Order, Stage
 from parallel.recomputation import recomputed_layers, segment_borders, settled
@@ -26,6 +26,15 @@ def _attention_bytes(model: ModelConfig, compute: Dtype, tp: int) -> float:
 def _projected(model: ModelConfig) -> int:
     """Width of queries, keys and values."""
     return model.dim + 2 * model.key_value_dim
+
+
+def context_bytes(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> float:
+    """What attention over ranks that share sequences keeps beside what it keeps on one: keys and values of the other
+    ranks, and its output twice, for its own backward pass and for the projection."""
+    if parallel.cp == 1 or parallel.context is Context.ring:
+        return 0.0
+    others = 2 * model.key_value_dim * (parallel.cp - 1) if parallel.context is Context.gather else 0
+    return (others + model.dim) * BYTES[compute] / parallel.tp
 
 
 def block_bytes(model: ModelConfig, compute: Dtype, tp: int = 1) -> float:

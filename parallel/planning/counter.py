@@ -23,6 +23,8 @@ KINDS = {
     "all_gather_into_tensor": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
     "send": "send",
 }
 RECEIVE = "recv_"  # counted where it is sent
@@ -40,12 +42,17 @@ class CollectiveCounter(TorchDispatchMode):
     takes the mode along. A group of no axis is "none", so nothing stays unseen. For eager code: compiled graphs are
     not looked into."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, *meshes: DeviceMesh) -> None:
+        """meshes: views of the same ranks; a group is of the first axis that has its ranks."""
         super().__init__()
         self.number: Counter[Key] = Counter()
         self.buffer_bytes: Counter[Key] = Counter()
-        names = [name for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
-        self._axes = {name: (mesh.get_group(name).group_name, _ranks(mesh.get_group(name))) for name in names}
+        self._axes: dict[str, tuple[str, set[int]]] = {}
+        for mesh in meshes:
+            for name in mesh.mesh_dim_names or ():
+                if mesh[name].size() > 1:
+                    group = mesh.get_group(name)
+                    self._axes.setdefault(name, (group.group_name, _ranks(group)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):

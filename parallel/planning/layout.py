@@ -82,5 +82,5 @@ def reshards_to(parallel: ParallelConfig) -> int | None:
     of 1 is false."""
     wanted = parallel.reshard_after_forward
     if wanted is True:
-        return parallel.dp_shard
+        return parallel.shards
     return None if wanted is False or wanted == 1 else wanted

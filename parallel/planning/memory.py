@@ -52,7 +52,7 @@ def held_values(
     """Values of the parameters that a rank holds. Where sizes do not divide, the first rank of dp_shard and tp holds
     the most; along pp each has its own stages."""
     shapes = _held(model, parallel, pipeline_rank, tensor_rank).values()
-    return sum(values(shard_shapes(of_stage, parallel.dp_shard, shard_rank)) for of_stage in shapes)
+    return sum(values(shard_shapes(of_stage, parallel.shards, shard_rank)) for of_stage in shapes)
 
 
 def _held(model: ModelConfig, parallel: ParallelConfig, pipeline_rank: int, tensor_rank: int = 0) -> dict[int, Shapes]:
@@ -115,7 +115,7 @@ def _sharded(
     """FSDP2 has the root's parameters whole in the whole pass, and a block's while it runs (those of a segment while it
     is computed again), with those gathered ahead and a buffer of one block that is gathered or scattered. Where
     parameters stay whole after backward, all are. Gradients that are not summed in each micro-batch add up whole."""
-    shards = parallel.dp_shard
+    shards = parallel.shards
     blocks, root = [], 0
     for of_stage in shapes.values():
         in_blocks, outside = units(of_stage)

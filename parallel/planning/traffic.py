@@ -10,7 +10,7 @@ from enum import Enum
 
 from models.config import ModelConfig
 from models.shapes import Shapes, parameter_shapes
-from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Reduce, Strategy
+from parallel.config import ActivationsConfig, Context, Dtype, ParallelConfig, Recompute, Reduce, Strategy
 from parallel.planning.layout import (
     BYTES,
     as_sharded,
@@ -38,6 +38,7 @@ class Collective(Enum):
     all_reduce = "all-reduce"  # 2(N-1)/N of the buffer
     all_gather = "all-gather"  # (N-1)/N of the gathered buffer
     reduce_scatter = "reduce-scatter"  # (N-1)/N of the buffer that is scattered
+    all_to_all = "all-to-all"  # (N-1)/N of the buffer
     send = "send"  # to one other rank: the buffer, whatever N
 
 
@@ -47,7 +48,7 @@ class Batch:
 
     micro_batch: int  # sequences at once
     accumulation: int  # micro-batches of a step
-    sequence_length: int
+    sequence_length: int  # of each sequence, the tokens that a rank has
 
 
 @dataclass(frozen=True)
@@ -106,18 +107,19 @@ def traffic(
     if parallel.tp > 1:
         kept = as_scheduled(activations, parallel)
         found += _tensor(model, held, together, parallel, compute, batch, kept, shard_rank)
+    if parallel.cp > 1:
+        found += _context(model, held, parallel, compute, batch, as_scheduled(activations, parallel))
     if parallel.pp > 1:
         found += _stream(model, held, parallel, compute, batch)
         mine = tensor_shapes(together, parallel.tp, tensor_rank)
-        found += _shared(model, shard_shapes(mine, parallel.dp_shard, shard_rank), parallel, compute)
+        found += _shared(model, shard_shapes(mine, parallel.shards, shard_rank), parallel, compute)
     found += _norm(model, together, parallel, compute)
     return [entry for entry in found if entry.ranks > 1]
 
 
 def _tokens(parallel: ParallelConfig) -> Iterator[Traffic]:
     """The number of predicted tokens, summed over ranks that see different sequences."""
-    for axis in ("dp_replicate", "dp_shard"):
-        ranks = getattr(parallel, axis)
+    for axis, ranks in (("dp_replicate", parallel.copies), ("dp_shard", parallel.shards)):
         yield Traffic(axis, ranks, Collective.all_reduce, "predicted tokens", "loss", 1, COUNT_BYTES)
 
 
@@ -126,8 +128,13 @@ def _norm(model: ModelConfig, held: Shapes, parallel: ParallelConfig, compute: D
     that cut, and one for the stages of a pipeline. What has two names counts once."""
     counted = held.keys() - model.shared_parameters.keys()
     cuts = {tensor_cut(name) for name in counted} if parallel.tp > 1 else {None}
-    for axis, number in (("dp_shard", len(cuts)), ("tp", len(cuts - {None})), ("pp", 1)):
-        ranks, size = getattr(parallel, axis), number * master_bytes(compute)
+    numbers = [
+        ("dp_shard", parallel.shards, len(cuts)),
+        ("tp", parallel.tp, len(cuts - {None})),
+        ("pp", parallel.pp, 1),
+    ]
+    for axis, ranks, number in numbers:
+        size = number * master_bytes(compute)
         yield Traffic(axis, ranks, Collective.all_reduce, "gradient norm", ALL, number, size)
 
 
@@ -147,7 +154,7 @@ def buckets(shapes: Shapes, value_bytes: int, cap_mb: float) -> list[int]:
 def _ddp(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
     """Every gradient is summed once a step, in the masters' dtype: a rank sends 2(N-1)/N times the gradient's bytes."""
     sizes = buckets(parameter_shapes(model), master_bytes(compute), parallel.bucket_cap_mb)
-    ranks = parallel.dp_replicate
+    ranks = parallel.copies
     yield Traffic("dp_replicate", ranks, Collective.all_reduce, "gradients", ALL, len(sizes), sum(sizes))
 
 
@@ -188,7 +195,7 @@ def _sharded(
     where it stays whole after backward. A block that is resharded after forward is gathered again, from as many ranks
     as it was resharded to; the root never is. Gradients, in the reduce dtype: reduce-scattered over shards in each
     micro-batch or once a step, then all-reduced over replicas once a step."""
-    shards, replicas = parallel.dp_shard, parallel.dp_replicate
+    shards, replicas = parallel.shards, parallel.copies
     often, times = gathers(order, parallel), reductions(parallel, batch)
     first = again = reduced = 0  # numbers of collectives
     gathered = gathered_again = shard = 0  # values of a rank's share
@@ -260,8 +267,48 @@ def _tensor(
         number, size = 2 * batch.accumulation, 3 * tokens * batch.accumulation * max(4, BYTES[compute])
         yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, size)
     whole = {name: shape for name, shape in shapes.items() if tensor_cut(name) is None}
-    size = values(shard_shapes(whole, parallel.dp_shard, shard_rank)) * master_bytes(compute)
+    size = values(shard_shapes(whole, parallel.shards, shard_rank)) * master_bytes(compute)
     yield Traffic("tp", ranks, Collective.all_reduce, "gradients", ALIKE, 1, size)
+
+
+def _context(
+    model: ModelConfig,
+    held: list[Stage],
+    parallel: ParallelConfig,
+    compute: Dtype,
+    batch: Batch,
+    activations: ActivationsConfig,
+) -> Iterator[Traffic]:
+    """What attention moves between ranks that share sequences, of each block and micro-batch.
+
+    gather: keys and values, and in backward their gradients scattered. ulysses: queries, keys and values to ranks of
+    heads, and the result back; the same in backward. ring: keys and values to every other rank; in backward again, and
+    beside them their gradients, in float32 or wider, one hop further. A block that is computed again does forward's
+    part again; the ring's result is kept, unless it is of a segment."""
+    ranks, layers = parallel.cp, [layer for stage in held for layer in stage.layers]
+    everything = settled(activations, model) is Recompute.segments
+    again = len(layers) if everything else len(set(recomputed_layers(activations, model)) & set(layers))
+    forward, backward = (len(layers) + again) * batch.accumulation, len(layers) * batch.accumulation
+    tokens = batch.micro_batch * batch.sequence_length
+    pairs = 2 * tokens * model.key_value_dim // parallel.tp  # values of a rank's keys and values
+    width, wide = BYTES[compute], max(4, BYTES[compute])
+
+    def entry(collective: Collective, what: str, number: int, size: int) -> Traffic:
+        return Traffic("cp", ranks, collective, what, ALL, number, size)
+
+    if parallel.context is Context.gather:
+        whole = ranks * pairs * width
+        yield entry(Collective.all_gather, "keys, values", forward, forward * whole)
+        yield entry(Collective.reduce_scatter, "their gradients", backward, backward * whole)
+    elif parallel.context is Context.ulysses:
+        heads, number = pairs + 2 * tokens * model.dim // parallel.tp, forward + backward
+        yield entry(Collective.all_to_all, "heads", 2 * number, number * heads * width)
+    else:
+        hops, forward = ranks - 1, forward if everything else backward
+        yield entry(
+            Collective.send, "keys, values", (forward + backward) * hops, (forward + backward) * hops * pairs * width
+        )
+        yield entry(Collective.send, "their gradients", backward * ranks, backward * ranks * pairs * wide)
 
 
 def _stream(

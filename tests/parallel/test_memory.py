@@ -57,7 +57,7 @@ def held(config: Config, mesh: DeviceMesh | None) -> Held:
     """What a rank has after a backward pass."""
     assert isinstance(config.micro_batch, int)
     _, step = build(config, mesh)
-    mine = slices(batches()[0], *data_coordinate(mesh), config.micro_batch)
+    mine = slices(batches()[0], *data_coordinate(mesh, config.parallel.cp), config.micro_batch)
     step.backward([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], 1)
     moments = [t for name, t in step.optimizer.tensors().items() if not name.endswith(".step")]
     gradients = [parameter.grad for parameter in step.parameters if parameter.grad is not None]
@@ -205,7 +205,7 @@ def whole_at_once(configs: list[Config]) -> list[int]:
         assert isinstance(config.micro_batch, int)
         mesh = mesh_of(config, meshes)
         spread, step = build(config, mesh)
-        micro = next(slices(batches()[0], *data_coordinate(mesh), config.micro_batch))
+        micro = next(slices(batches()[0], *data_coordinate(mesh, config.parallel.cp), config.micro_batch))
         blocks = list(spread.model.blocks.values())
         with Whole(blocks) as whole:
             step.backward([{"tokens": micro.tokens, "labels": micro.labels}], 1)

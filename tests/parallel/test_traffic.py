@@ -44,6 +44,14 @@ RECOMPUTED = [
     for spread in ("fsdp2", "tp", "fsdp2 parallel.dp_shard=1 parallel.tp=2")
     for mode in ("full", "selective", "segments", "every_n")
 ]
+CONTEXT = [
+    *[layout(4, f"parallel=fsdp2 parallel.cp=2 parallel.context={kind}") for kind in ("gather", "ring", "ulysses")],
+    *[layout(2, f"parallel.cp=2 parallel.context={kind} activations=full") for kind in ("gather", "ring", "ulysses")],
+    *[layout(4, f"parallel.cp=4 parallel.context={kind} activations=segments") for kind in ("gather", "ring")],
+    layout(4, "parallel=tp parallel.tp=2 parallel.cp=2"),
+    layout(4, "parallel=zero1 parallel.tp=2 parallel.cp=2 parallel.context=ulysses activations=selective"),
+    layout(4, "parallel=ddp parallel.cp=2 parallel.context=ring"),
+]
 MIXED = [layout(4, "parallel=ddp"), layout(4, "parallel=fsdp2_tp"), layout(2, "parallel=tp")]
 LOW = [
     layout(4, "parallel=ddp"),
@@ -72,6 +80,7 @@ PIPELINES = [
     (layout(4, "parallel=zero1 parallel.pp=2"), 3, "untied for pp"),
     (layout(4, "parallel=ddp parallel.pp=2"), 3, "streams for pp"),
     (layout(4, f"parallel=pp parallel.pp=2 parallel.tp=2 {LOOPS} activations=segments"), 2, "tied for pp"),
+    (layout(4, "parallel=pp parallel.pp=2 parallel.cp=2"), 3, "streams for pp"),
     (layout(4, "parallel=pp parallel.pp=2 parallel.tp=2 activations=every_n"), 3, "streams for pp"),
 ]
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):  # torch 2.11 cannot over gloo
@@ -94,6 +103,7 @@ CASES = [
     *[Case(of, n, model) for of in TENSOR_LAYOUTS for n, model in trained("grouped heads", "untied for tp").items()],
     *[Case(of, 3, Training("tied for tp", "sgd", "fp32")) for of in RECOMPUTED],
     *[Case(of, 3, Training("streams for tp", "sgd", "fp32")) for of in [*MIXED, *RECOMPUTED[:4]]],
+    *[Case(of, 3, Training("grouped heads", "sgd", "fp32")) for of in CONTEXT],
     *[Case(of, 3, Training("untied", "sgd", "bf16")) for of in LOW],
     *[Case(of, 3, Training("three matrices", "sgd", "bf16")) for of in LOW_TENSOR],
 ]
@@ -124,7 +134,7 @@ def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, Place]:
     assert mesh is not None and isinstance(config.micro_batch, int)
     spread, watched = build(config, mesh)
     step = Step(spread, mesh, watched.optimizer, config.optimizer.clip)
-    rank, ranks = data_coordinate(mesh)
+    rank, ranks = data_coordinate(mesh, config.parallel.cp)
     micro_batches: list[dict[str, Any]] = [
         {"tokens": micro.tokens, "labels": micro.labels}
         for micro in slices(batches()[0], rank, ranks, config.micro_batch)
@@ -132,7 +142,8 @@ def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, Place]:
     # After its first step DDP lays out its buckets anew; in it a pipeline connects its ranks.
     for _ in range(2 if config.parallel.torch_ddp else int(config.parallel.pp > 1)):
         step(micro_batches, 1, 0.01)
-    with CollectiveCounter(mesh) as counter:
+    views = [mesh] if spread.share is None else [mesh, spread.share.mesh]
+    with CollectiveCounter(*views) as counter:
         step(micro_batches, 1, 0.01)
     place = mesh.get_local_rank("tp"), mesh.get_local_rank("dp_shard"), mesh.get_local_rank("pp")
     return {key: (number, counter.buffer_bytes[key]) for key, number in counter.number.items()}, place
@@ -140,7 +151,9 @@ def count_step(config: Config, mesh: DeviceMesh | None) -> tuple[Counts, Place]:
 
 def formula(config: Config, place: Place = (0, 0, 0)) -> list[Traffic]:
     assert isinstance(config.micro_batch, int)
-    batch = Batch(config.micro_batch, SEQUENCES // data_ranks(config) // config.micro_batch, LENGTH)
+    batch = Batch(
+        config.micro_batch, SEQUENCES // data_ranks(config) // config.micro_batch, LENGTH // config.parallel.cp
+    )
     precision = config.precision
     dtypes = precision.dtype, precision.reduce_dtype
     return traffic(config.model, config.parallel, *dtypes, batch, config.activations, *place)

@@ -23,7 +23,7 @@ VOCABULARY = 67
 # No size divides by 2 or 4: every shard is uneven. The second model has a head of its own and a padded vocabulary.
 SIZES = "model.layers=3 model.dim=30 model.heads=3 model.ffn_dim=34 model.context=17"
 # Heads are shared out whole; what else tensor parallelism cuts does not divide by 4, the vocabulary not by 2 either.
-TP_SIZES = "model.dim=40 model.heads=8 model.ffn_dim=34 model.context=20"
+TP_SIZES = "model.dim=40 model.heads=8 model.ffn_dim=34 model.context=24"
 STREAMS = "model.x0=true model.skips=true"
 MODELS = {
     "tied": f"{SIZES} model.tied_head=true model.vocab_multiple=1",

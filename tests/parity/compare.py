@@ -183,7 +183,7 @@ def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]
 def mesh_of(config: Config, known: dict[tuple[int, ...], DeviceMesh]) -> DeviceMesh | None:
     """A mesh makes process groups, which add up; cases of the same degrees share one."""
     parallel = config.parallel
-    degrees = parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.tp
+    degrees = parallel.pp, parallel.copies, parallel.shards, parallel.tp
     if not parallel.on_mesh:
         return None
     if degrees not in known:
@@ -233,7 +233,7 @@ def compare(
     """One step a batch, beside the oracle's, seen from this rank."""
     spread, step = build(config, mesh)
     meters = Meters(mesh, CPU, Speed(1, ranks.size, 1.0, None), max_skipped=10)
-    rank, data_ranks = data_coordinate(mesh)
+    rank, data_ranks = data_coordinate(mesh, config.parallel.cp)
     assert isinstance(config.micro_batch, int)
 
     shape = shape_of(config)

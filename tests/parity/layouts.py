@@ -123,6 +123,29 @@ TENSOR = [
     layout(8, "parallel=hsdp parallel.tp=2", 4),
 ]
 
+# Ranks that share sequences, in each way, alone and with every other axis.
+CONTEXT = [
+    *[
+        layout(ranks, f"parallel.cp={ranks} parallel.context={kind}")
+        for ranks in (2, 4)
+        for kind in ("gather", "ring", "ulysses")
+    ],
+    layout(4, "parallel=ddp parallel.cp=2"),
+    layout(4, "parallel=fsdp2 parallel.cp=2 parallel.context=ring"),
+    layout(4, "parallel=fsdp2 parallel.cp=4 parallel.reshard_after_forward=2"),
+    layout(4, "parallel=zero1 parallel.cp=2 parallel.context=ulysses"),
+    layout(4, "parallel=tp parallel.tp=2 parallel.cp=2"),
+    layout(4, "parallel=tp parallel.tp=2 parallel.cp=2 parallel.context=ulysses"),
+    layout(8, "parallel=hsdp parallel.cp=2 parallel.context=ring", 4),
+    layout(8, "parallel=fsdp2 parallel.tp=2 parallel.cp=2 parallel.context=ring"),
+]
+CONTEXT_ACTIVATIONS = [
+    layout(2, "parallel=fsdp2 parallel.cp=2 activations=full"),
+    layout(2, "parallel=fsdp2 parallel.cp=2 parallel.context=ring activations=selective"),
+    layout(2, "parallel=fsdp2 parallel.cp=2 parallel.context=ulysses activations=segments"),
+    layout(2, "parallel.cp=2 parallel.context=ring activations=offload"),
+]
+
 # Of models with more in the stream than x.
 STREAMED = [
     layout(1, "parallel=single"),
@@ -146,6 +169,9 @@ PIPELINE = [
     (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.schedule=gpipe"), 2),
     (layout(4, "parallel=pp parallel.tp=2 parallel.pp=2 parallel.schedule=interleaved_1f1b"), 6),
     (layout(8, "parallel=3d"), 3),
+    (layout(4, "parallel=pp parallel.pp=2 parallel.cp=2"), 3),
+    (layout(8, "parallel=fsdp2 parallel.pp=2 parallel.cp=2 parallel.context=ring"), 3),
+    (layout(8, "parallel=pp parallel.pp=2 parallel.cp=2 parallel.tp=2 parallel.context=ulysses"), 3),
     (layout(8, "parallel=hsdp parallel.pp=2", 4), 3),
 ]
 

@@ -39,7 +39,7 @@ def with_and_without(config: Config) -> tuple[Weights, Weights]:
 
 def trained(config: Config, mesh: DeviceMesh | None, ranks: Ranks, evaluated: bool) -> Weights:
     spread, step = build(config, mesh)
-    rank, data_ranks = data_coordinate(mesh)
+    rank, data_ranks = data_coordinate(mesh, config.parallel.cp)
     assert isinstance(config.micro_batch, int)
     for number, batch in enumerate(batches()[:3]):
         mine = list(slices(batch, rank, data_ranks, config.micro_batch))

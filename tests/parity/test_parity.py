@@ -16,6 +16,8 @@ from tests.parity.layouts import (
     ACTIVATIONS,
     COMPILED,
     COMPILED_TENSOR,
+    CONTEXT,
+    CONTEXT_ACTIVATIONS,
     MAIN,
     OPTIONS,
     PIPELINE,
@@ -47,6 +49,11 @@ TENSOR_FLOAT64 = {
 STREAMS = Training("streams", "adamw", "fp64")
 TENSOR_STREAMS = Training("streams for tp", "adamw", "fp64")
 
+CONTEXT_TRAININGS = [
+    Training("grouped heads", "sgd", "fp64"),
+    Training("streams for tp", "adamw", "fp64"),
+    Training("untied for tp", "sgd", "fp32"),
+]
 PIPELINE_TRAININGS = [
     Training("streams for pp", "sgd", "fp64"),
     Training("untied for pp", "adamw", "fp64"),
@@ -95,6 +102,9 @@ CASES = [
         for layout in TENSOR
         if layout.overrides == "parallel=fsdp2 parallel.tp=2"
     ],
+    *[case for layout in CONTEXT for case in cases_of(layout, 3, CONTEXT_TRAININGS)],
+    *[Case(layout, 1, CONTEXT_TRAININGS[0]) for layout in CONTEXT if layout.ranks == 2],
+    *[Case(layout, 3, CONTEXT_TRAININGS[0]) for layout in CONTEXT_ACTIVATIONS],
     *[case for layout, count in PIPELINE for case in cases_of(layout, count, PIPELINE_TRAININGS)],
     *[
         pytest.param(Case(layout, count, PIPELINE_TRAININGS[0]), marks=[gloo_cannot(layout), pytest.mark.slow])

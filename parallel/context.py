@@ -1,0 +1,93 @@
+"""Context parallelism: ranks along `cp` share each sequence. Each has two pieces of it, and attention reaches over all
+ranks in one of three ways. torch's own context parallelism has no kernel for CPUs (seen on 2.11 and 2.15)."""
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives  # documented; has no public name. torch 2.11, 2.15
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.attention.bias import causal_lower_right
+
+from models.attention import AttentionCore
+from models.decoder import Decoder
+from parallel.config import Context
+from parallel.ring import Ring
+from parallel.sequence import SequenceShare
+
+
+def share_sequences(model: Decoder, context: Context, share: SequenceShare) -> None:
+    """Lets every AttentionCore of a model reach over the ranks of the share."""
+    kinds = {Context.gather: GatheredCore, Context.ring: RingCore, Context.ulysses: UlyssesCore}
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, AttentionCore):
+                setattr(module, name, kinds[context](child, share))
+
+
+class GatheredCore(nn.Module):
+    """Keys and values of the whole sequence are gathered on each rank (Llama Team 2024)."""
+
+    def __init__(self, core: AttentionCore, share: SequenceShare) -> None:
+        super().__init__()
+        self.core, self.share = core, share
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        """As AttentionCore, of this rank's tokens; documents: of the whole sequence."""
+        share, length = self.share, q.shape[2] * self.share.size
+        own = DTensor.from_local(torch.stack([k, v]), share.mesh, [Shard(3)], run_check=False)
+        whole = own.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        k, v = whole.index_select(3, share.order(length, q.device).argsort()).unbind()
+        piece, attended = q.shape[2] // 2, []
+        for own, place in zip(q.split(piece, dim=2), share.pieces, strict=True):
+            end = (place + 1) * piece
+            mask = self._mask(own, place * piece, end, documents)
+            attended.append(self.core.attend(own, k[:, :, :end], v[:, :, :end], mask))
+        return torch.cat(attended, dim=2)
+
+    def _mask(self, q: Tensor, start: int, end: int, documents: Tensor | None) -> Any:
+        """Of queries from start to end against all keys until there."""
+        if documents is None and q.is_cuda:
+            return causal_lower_right(end - start, end)  # has kernels of its own. Not yet run on a GPU
+        mask = torch.ones(end - start, end, dtype=torch.bool, device=q.device).tril(start)
+        if documents is None:
+            return mask
+        return mask & (documents[:, None, start:end, None] == documents[:, None, None, :end])
+
+
+class UlyssesCore(nn.Module):
+    """An exchange gives each rank the whole sequence for a part of the heads, and another takes it back (Jacobs et al.
+    2023, DeepSpeed Ulysses)."""
+
+    def __init__(self, core: AttentionCore, share: SequenceShare) -> None:
+        super().__init__()
+        self.core, self.share = core, share
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        """As AttentionCore, of this rank's tokens; documents: of the whole sequence."""
+        share, length = self.share, q.shape[2] * self.share.size
+        order = share.order(length, q.device)
+        # [rank, batch, heads, seq / size, head_dim] to each rank its heads; from each its tokens
+        parts = torch.cat([heads.unflatten(1, (share.size, -1)) for heads in (q, k, v)], dim=2).movedim(1, 0)
+        heads = self._exchange(parts).movedim(0, 2).flatten(2, 3).index_select(2, order.argsort())
+        of_rank = [part.shape[1] // share.size for part in (q, k, v)]
+        attended = self.core(*heads.split(of_rank, dim=1), None, documents)
+        parts = attended.index_select(2, order).unflatten(2, (share.size, -1)).movedim(2, 0)
+        return self._exchange(parts).movedim(0, 1).flatten(1, 2)
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        """parts: [size, ...], the i-th for rank i. Returns those that all ranks have for this one."""
+        return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, self.share.group)
+
+
+class RingCore(nn.Module):
+    """Keys and values go from rank to rank round the ring while each attends to those that it has; the results are
+    merged by their log-sum-exp (Liu et al. 2023, Ring Attention with Blockwise Transformers)."""
+
+    def __init__(self, core: AttentionCore, share: SequenceShare) -> None:
+        super().__init__()
+        self.ring = Ring(share)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        """As AttentionCore, of this rank's tokens; documents: of the whole sequence."""
+        return self.ring(q, k, v, documents)
