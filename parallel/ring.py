@@ -3,6 +3,7 @@ Transformers), with the causal mask shared out evenly.
 
 It is an operator of its own, forward and backward, so that a compiler takes it as it is."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ class Ring(nn.Module):
         return attended
 
 
-@torch.library.custom_op("espalier::ring_attention", mutates_args=())
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     """What Ring gives, and the log-sum-exp of each query's scores, [batch, heads, seq / ranks]."""
     share = _SHARES[name]
     passing = torch.stack([k, v])
@@ -50,8 +50,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, na
     return attended.to(q.dtype).contiguous(), log_sums.contiguous()
 
 
-@torch.library.custom_op("espalier::ring_attention_backward", mutates_args=())
-def ring_attention_backward(
+def _backward(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
@@ -173,6 +172,12 @@ def _refuse_mask(mask: Tensor | None) -> None:
         raise ValueError("the GPU kernel of parallel.context=ring takes no documents: use parallel.context=gather")
 
 
+ring_attention = torch.library.custom_op("espalier::ring_attention", _forward, mutates_args=())
+ring_attention_backward = torch.library.custom_op("espalier::ring_attention_backward", _backward, mutates_args=())
+# What each operator does, for who wants to see it communicate.
+INSIDE: dict[str, Callable[..., Any]] = {"ring_attention": _forward, "ring_attention_backward": _backward}
+
+
 @ring_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -190,11 +195,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
     ctx.save_for_backward(q, k, v, *output, documents)
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _take(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *saved, documents = ctx.saved_tensors
     q, k, v, attended, log_sums = saved
     found = ring_attention_backward(gradient.contiguous(), q, k, v, attended, log_sums, documents, ctx.name)
     return *found, None, None
 
 
-ring_attention.register_autograd(_backward, setup_context=_keep)
+ring_attention.register_autograd(_take, setup_context=_keep)

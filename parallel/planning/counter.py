@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
 )  # private, no public counterpart; seen on torch 2.11 and 2.15
 
+from parallel import ring
+
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # torch's names of the operators, plain and functional (DTensor's); others are counted under torch's own name.
 KINDS = {
@@ -57,6 +59,9 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # DTensor makes plain operators and collectives of it, which come here again
+        if func.namespace == "espalier":  # operators of ours that communicate inside
+            with self:
+                return ring.INSIDE[func.overloadpacket.__name__](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func.namespace in NAMESPACES:
             group = next(filter(None, map(_group, (*args, *(kwargs or {}).values()))), None)

@@ -159,11 +159,13 @@ def formula(config: Config, place: Place = (0, 0, 0)) -> list[Traffic]:
     return traffic(config.model, config.parallel, *dtypes, batch, config.activations, *place)
 
 
-def summed(entries: list[Traffic]) -> Counts:
+def summed(entries: list[Traffic], one_group: bool = False) -> Counts:
+    """one_group: all ranks share sequences, so that cp and dp_replicate have the same."""
     number: Counter[Key] = Counter()
     size: Counter[Key] = Counter()
     for entry in entries:
-        key = (entry.axis, entry.ranks, entry.collective.name)
+        axis = "dp_replicate" if one_group and entry.axis == "cp" else entry.axis
+        key = (axis, entry.ranks, entry.collective.name)
         number[key] += entry.number
         size[key] += entry.buffer_bytes
     return {key: (number[key], size[key]) for key in number}
@@ -190,7 +192,7 @@ def differing(ranks: int, some: list[Case]) -> list[str]:
     different = []
     for of_rank in run_ranks(ranks, count, cases, timeout=200):
         for (case, config), (counted, place) in zip(cases, of_rank, strict=True):
-            planned = summed(formula(config, place))
+            planned = summed(formula(config, place), one_group=config.parallel.cp == ranks)
             different += [f"{case}: {place} counted {counted}, planned {planned}"] if counted != planned else []
     return different
 
