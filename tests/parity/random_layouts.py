@@ -7,7 +7,17 @@ from typing import Any
 
 import torch
 
-from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Reduce, Schedule, Scope, Strategy
+from parallel.config import (
+    ActivationsConfig,
+    Context,
+    Dtype,
+    ParallelConfig,
+    Recompute,
+    Reduce,
+    Schedule,
+    Scope,
+    Strategy,
+)
 from parallel.pipeline import sends_to_itself
 from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
 from training.check import accumulation, check
@@ -48,14 +58,17 @@ def draw(random: Random, number: int) -> Drawn:
     ranks = random.randint(1, RANKS)
     tp = random.choice(divisors(ranks))
     pp = random.choice([1, random.choice(divisors(ranks // tp))])
-    there = ranks // tp // pp
+    cp = random.choice([1, random.choice(divisors(ranks // tp // pp))])
+    there = ranks // tp // pp // cp
     config = Config(steps=2, seed=random.randrange(1000))
     config.hardware.device = "cpu"
     config.precision.dtype, config.compile.scope = Dtype.fp64, Scope.none
     config.optimizer.kind, config.optimizer.clip = random.choice(list(OptimizerKind)), random.choice([0.5, None])
-    draw_model(random, config, tp)
+    config.parallel.tp, config.parallel.cp = tp, cp
+    draw_context(random, config.parallel)
+    draw_model(random, config)
     times = draw_pipeline(random, config, pp)
-    draw_parallel(random, config.parallel, tp, there, times)
+    draw_parallel(random, config.parallel, there, times)
     if pp == 1 or config.parallel.schedule not in SPLIT:
         draw_activations(random, config.activations, config.model.layers)
     config.micro_batch = random.randint(1, 3)
@@ -66,16 +79,22 @@ def draw(random: Random, number: int) -> Drawn:
     return Drawn(number, ranks, config, vocabulary)
 
 
-def draw_model(random: Random, config: Config, tp: int) -> None:
-    """Heads and sequences are shared out evenly over tp; nothing else needs to divide."""
-    model = config.model
+def draw_context(random: Random, parallel: ParallelConfig) -> None:
+    if parallel.cp > 1:
+        parallel.context = random.choice(list(Context))
+
+
+def draw_model(random: Random, config: Config) -> None:
+    """Heads and sequences are shared out evenly; nothing else needs to divide."""
+    model, tp, cuts = config.model, config.parallel.tp, config.parallel.sequence_cuts
     model.layers = random.randint(1, 3)
-    model.kv_heads = tp * random.randint(1, 2)
+    of_heads = tp * config.parallel.cp if config.parallel.context is Context.ulysses else tp
+    model.kv_heads = of_heads * random.randint(1, 2)
     model.heads = model.kv_heads * random.randint(1, 3)
     model.dim = model.heads * random.choice([3, 4, 5, 7])
     model.ffn_dim = random.choice([size for size in range(5, 50) if enough(size, tp)])
-    config.sequence_length = tp * random.randint(1, max(1, 12 // tp))
-    model.context = config.sequence_length + tp * random.randint(0, 2)
+    config.sequence_length = cuts * random.randint(1, max(1, 12 // cuts))
+    model.context = config.sequence_length + cuts * random.randint(0, 2)
     model.vocab_multiple = random.choice([1, 3, 128])
     model.bias, model.tied_head, model.fused_qkv = (random.random() < 0.5 for _ in range(3))
     model.x0, model.skips = (random.random() < 0.3 for _ in range(2))
@@ -105,10 +124,10 @@ def enough(size: int, tp: int) -> bool:
     return len(torch.arange(size).chunk(tp)) == tp
 
 
-def draw_parallel(random: Random, parallel: ParallelConfig, tp: int, there: int, times: int) -> None:
+def draw_parallel(random: Random, parallel: ParallelConfig, there: int, times: int) -> None:
     """there: ranks for data parallelism; times: micro-batches in a step."""
     alone = [Strategy.single] if there == 1 else []
-    parallel.tp, parallel.strategy = tp, random.choice([Strategy.ddp, Strategy.fsdp2, Strategy.fsdp2, *alone])
+    parallel.strategy = random.choice([Strategy.ddp, Strategy.fsdp2, Strategy.fsdp2, *alone])
     if parallel.strategy is Strategy.ddp:
         parallel.dp_replicate = there
         parallel.reduce = random.choice([Reduce.auto, Reduce.step])
@@ -120,7 +139,7 @@ def draw_parallel(random: Random, parallel: ParallelConfig, tp: int, there: int,
         parallel.dp_shard = random.choice(divisors(there))
         parallel.dp_replicate = there // parallel.dp_shard
         parallel.reduce = random.choice(list(Reduce))
-        parallel.reshard_after_forward = random.choice([True, False, random.choice(divisors(parallel.dp_shard))])
+        parallel.reshard_after_forward = random.choice([True, False, random.choice(divisors(parallel.shards))])
         parallel.reshard_after_backward = random.random() < 0.5
         parallel.prefetch_forward, parallel.prefetch_backward = random.randint(0, 2), random.randint(0, 2)
         parallel.cpu_offload = parallel.pp == 1 and random.random() < 0.3
@@ -172,21 +191,21 @@ def shared_heads(random: Random, drawn: Drawn) -> str | None:
 
 
 def length(random: Random, drawn: Drawn) -> str | None:
-    tp = drawn.config.parallel.tp
-    drawn.config.model.context += tp
+    cuts = drawn.config.parallel.sequence_cuts
+    drawn.config.model.context += cuts
     assert drawn.config.sequence_length is not None
-    drawn.config.sequence_length += random.randint(1, max(tp - 1, 1))
-    return "sequence_length" if tp > 1 else None
+    drawn.config.sequence_length += random.randint(1, max(cuts - 1, 1))
+    return "sequence_length" if cuts > 1 else None
 
 
 def context(random: Random, drawn: Drawn) -> str | None:
-    tp = drawn.config.parallel.tp
-    drawn.config.model.context += random.randint(1, max(tp - 1, 1))
-    return "model.context" if tp > 1 else None
+    cuts = drawn.config.parallel.sequence_cuts
+    drawn.config.model.context += random.randint(1, max(cuts - 1, 1))
+    return "model.context" if cuts > 1 else None
 
 
 def too_long(random: Random, drawn: Drawn) -> str | None:
-    drawn.config.sequence_length = drawn.config.model.context + drawn.config.parallel.tp
+    drawn.config.sequence_length = drawn.config.model.context + drawn.config.parallel.sequence_cuts
     return "sequence_length"
 
 
@@ -216,9 +235,25 @@ def more_ranks(random: Random, drawn: Drawn) -> str | None:
 
 
 def another_axis(random: Random, drawn: Drawn) -> str | None:
-    axis = random.choice(["cp", "ep"])
-    setattr(drawn.config.parallel, axis, 2)
-    return f"parallel.{axis}"
+    drawn.config.parallel.ep = 2
+    return "parallel.ep"
+
+
+def heads_of_sequences(random: Random, drawn: Drawn) -> str | None:
+    """As many for each tensor rank as before, and one more."""
+    model, parallel = drawn.config.model, drawn.config.parallel
+    if parallel.cp == 1:
+        parallel.context = random.choice([Context.ring, Context.ulysses])
+        return "parallel.context"
+    parallel.context = Context.ulysses
+    model.heads = model.kv_heads = parallel.tp * (parallel.cp + 1)
+    model.dim = 4 * model.heads
+    return "parallel.context"
+
+
+def dropout_in_a_ring(random: Random, drawn: Drawn) -> str | None:
+    drawn.config.parallel.context, drawn.config.model.dropout = Context.ring, 0.1
+    return "parallel.context"
 
 
 def too_few_layers(random: Random, drawn: Drawn) -> str | None:
@@ -235,7 +270,7 @@ def too_few_micro_batches(random: Random, drawn: Drawn) -> str | None:
 
 def reshard(random: Random, drawn: Drawn) -> str | None:
     parallel = drawn.config.parallel
-    parallel.reshard_after_forward = parallel.dp_shard + random.randint(1, 3)
+    parallel.reshard_after_forward = parallel.shards + random.randint(1, 3)
     return "parallel.reshard_after_forward"  # also where there are no shards
 
 
@@ -294,6 +329,8 @@ BREAKS: list[Callable[[Random, Drawn], str | None]] = [
     micro_batch,
     more_ranks,
     another_axis,
+    heads_of_sequences,
+    dropout_in_a_ring,
     too_few_layers,
     too_few_micro_batches,
     reshard,

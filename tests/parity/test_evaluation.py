@@ -26,6 +26,8 @@ LAYOUTS = [
     layout(4, "parallel=ddp parallel.tp=2"),
     layout(2, "parallel=pp"),
     layout(4, "parallel=fsdp2 parallel.pp=2"),
+    layout(2, "parallel.cp=2"),
+    layout(4, "parallel=fsdp2 parallel.cp=2 parallel.context=ulysses"),
 ]
 
 

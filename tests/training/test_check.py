@@ -360,6 +360,64 @@ def test_a_pipeline_that_passes_can_run_and_what_is_suggested_passes(
             assert problem.key not in left or left[problem.key].reason != problem.reason, (problem, way)
 
 
+@pytest.mark.parametrize(
+    ("values", "key", "reason", "instead"),
+    [
+        ({"parallel__cp": 3}, "parallel.cp", "does not divide the 8 ranks", "parallel.cp=2 or parallel.cp=4"),
+        ({"sequence_length": 90}, "sequence_length", "2 x parallel.cp=4 equal", "sequence_length=88 or sequence_len"),
+        ({"model__context": 98}, "model.context", "equal parts", "model.context=96 or model.context=104"),
+        ({"parallel__tp": 2, "sequence_length": 88}, "sequence_length", "parallel.tp=2", "sequence_length=80 or "),
+        ({"parallel__context": "ulysses", "model__kv_heads": 2}, "parallel.context", "model.kv_heads=2", "=gather"),
+        ({"parallel__context": "ring", "model__dropout": 0.1}, "parallel.context", "dropout", "model.dropout=0"),
+        ({"parallel__context": "ring", "model__attention": "math"}, "parallel.context", "math", "model.attention=auto"),
+        ({"parallel__cp": 1, "parallel__context": "ring"}, "parallel.context", "no ranks share", "parallel.cp=2"),
+        ({"parallel__dp_shard": 4}, "parallel.dp_shard", "there are 2 ranks (times cp 4)", "parallel.dp_shard=2"),
+    ],
+)
+def test_context_parallelism(values: dict[str, Any], key: str, reason: str, instead: str) -> None:
+    usual = {
+        "parallel__cp": 4,
+        "parallel__dp_shard": -1,
+        "model__dim": 96,
+        "model__heads": 12,
+        "model__context": 96,
+        "sequence_length": 96,
+    }
+    found = problems(World(8, 8), "fsdp2", **(usual | values))
+    assert set(found) == {key}
+    assert reason in found[key].reason
+    assert instead in found[key].instead
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    strategy=st.sampled_from(["single", "ddp", "fsdp2"]),
+    axis=st.sampled_from(["cp", "tp", "pp"]),
+    degree=st.integers(1, 9),
+    cp=st.sampled_from([1, 2, 3]),
+    context=st.sampled_from(["gather", "ulysses"]),
+    world=st.sampled_from([World(1, 1), World(2, 2), World(6, 6), World(8, 8), World(12, 6)]),
+    length=st.sampled_from([48, 64, 96]),
+)
+def test_degrees_that_are_suggested_are_legal(
+    strategy: str, axis: str, degree: int, cp: int, context: str, world: World, length: int
+) -> None:
+    """As they are typed, beside what was given."""
+    open_degree = {"single": {}, "ddp": {"parallel__dp_replicate": -1}, "fsdp2": {"parallel__dp_shard": -1}}
+    given: dict[str, Any] = {"parallel__cp": cp, f"parallel__{axis}": degree}
+    given |= {"parallel__context": context} if given["parallel__cp"] > 1 else {}
+    sizes = {"model__layers": 12, "model__dim": 96, "model__heads": 12, "model__context": 96, "sequence_length": length}
+    sizes |= {"batch_sequences": 144, "micro_batch": 1}
+    key = f"parallel.{axis}"
+    for problem in check(made(world, strategy, **(open_degree[strategy] | given | sizes)), world):
+        for way in re.split(r",? or ", problem.instead) if problem.key == key else ():
+            typed = dict(re.findall(r"([\w.]+)=(\w+)", way))
+            chosen = typed.pop("parallel", strategy)
+            mended = {name.replace(".", "__"): int(value) for name, value in typed.items()}
+            left = check(made(world, chosen, **(open_degree[chosen] | given | sizes | mended)), world)
+            assert key not in {other.key for other in left}, (problem, way, left)
+
+
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_keys_of_torchs_ddp_where_fsdp2_stands_in(axis: str) -> None:
     degrees: dict[str, Any] = {f"parallel__{axis}": 2, "parallel__dp_replicate": -1}

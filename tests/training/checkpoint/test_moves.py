@@ -55,7 +55,8 @@ def draw(random: Random, number: int, model: dict[str, Any]) -> Drawn:
     ranks = random.choice(RANKS)
     tp = random.choice([degree for degree in divisors(ranks) if degree in (1, 2, 4)])
     pp = random.choice([degree for degree in divisors(ranks // tp) if degree in (1, 2)])
-    there = ranks // tp // pp
+    cp = random.choice([degree for degree in divisors(ranks // tp // pp) if degree == 1 or 2 * degree * tp <= LENGTH])
+    there = ranks // tp // pp // cp
     times = random.choice([number for number in divisors(SEQUENCES // there) if pp <= number <= 3])
     config = Config(steps=3, batch_sequences=SEQUENCES, sequence_length=LENGTH)
     config.hardware.device, config.compile.scope, config.precision.dtype = "cpu", Scope.none, Dtype.fp64
@@ -63,8 +64,8 @@ def draw(random: Random, number: int, model: dict[str, Any]) -> Drawn:
     for name, value in (sizes | model).items():
         setattr(config.model, name, value)
     config.micro_batch = SEQUENCES // there // times
-    config.parallel.pp = pp
-    draw_parallel(random, config.parallel, tp, there, times)
+    config.parallel.pp, config.parallel.tp, config.parallel.cp = pp, tp, cp
+    draw_parallel(random, config.parallel, there, times)
     draw_activations(random, config.activations, config.model.layers)
     drawn = Drawn(number, ranks, config, VOCABULARY)
     check_legal(drawn)
@@ -80,7 +81,7 @@ def batches() -> list[Batch]:
 
 def take(step: WatchedStep, config: Config, batch: Batch) -> float:
     """One step; the loss."""
-    rank, ranks = data_coordinate(step.mesh)
+    rank, ranks = data_coordinate(step.mesh, config.parallel.cp)
     assert isinstance(config.micro_batch, int)
     mine = list(slices(batch, rank, ranks, config.micro_batch))
     count = sum(micro.labels.numel() for micro in mine)
