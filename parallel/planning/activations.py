@@ -74,19 +74,19 @@ def head_bytes(model: ModelConfig, compute: Dtype, tp: int = 1, waits: bool = Fa
 
 
 def running_bytes(
-    model: ModelConfig, stage: Stage, activations: ActivationsConfig, compute: Dtype, tp: int = 1
+    model: ModelConfig, stage: Stage, activations: ActivationsConfig, compute: Dtype, tp: int = 1, context: float = 0.0
 ) -> float:
     """Of a micro-batch whose backward pass runs: what all blocks keep with the head's, or with what is computed again
     at once, if that is more."""
-    kept, again = kept_bytes(model, activations, compute, tp, stage.layers)
+    kept, again = kept_bytes(model, activations, compute, tp, stage.layers, context)
     return kept + max(head_bytes(model, compute, tp) if stage.last else 0.0, again)
 
 
 def waiting_bytes(
-    model: ModelConfig, stage: Stage, activations: ActivationsConfig, compute: Dtype, tp: int = 1
+    model: ModelConfig, stage: Stage, activations: ActivationsConfig, compute: Dtype, tp: int = 1, context: float = 0.0
 ) -> float:
     """Of a micro-batch that has gone through a stage and waits for its backward pass, with what it handed on."""
-    kept, _ = kept_bytes(model, activations, compute, tp, stage.layers)
+    kept, _ = kept_bytes(model, activations, compute, tp, stage.layers, context)
     if stage.last:
         return kept + head_bytes(model, compute, tp, waits=True)
     return kept + model.stream_tensors(stage.layers.stop) * stream_bytes(model, compute, tp)
@@ -108,12 +108,17 @@ def peak_bytes(order: Order, waiting: dict[int, float], running: dict[int, float
 
 
 def kept_bytes(
-    model: ModelConfig, activations: ActivationsConfig, compute: Dtype, tp: int = 1, layers: range | None = None
+    model: ModelConfig,
+    activations: ActivationsConfig,
+    compute: Dtype,
+    tp: int = 1,
+    layers: range | None = None,
+    context: float = 0.0,
 ) -> tuple[float, float]:
     """What blocks keep, all or those of `layers`, and the most that comes on top when some of it is computed again in
-    backward."""
+    backward. context: what context_bytes says."""
     layers = range(model.layers) if layers is None else layers
-    whole, stream = block_bytes(model, compute, tp), stream_bytes(model, compute, tp)
+    whole, stream = block_bytes(model, compute, tp) + context, stream_bytes(model, compute, tp)
     mode, number = settled(activations, model), len(layers)
     kept, again = number * whole, 0.0
     if mode in (Recompute.full, Recompute.selective, Recompute.every_n):

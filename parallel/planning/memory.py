@@ -9,7 +9,7 @@ from itertools import pairwise
 from models.config import ModelConfig
 from models.shapes import Shapes
 from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Strategy
-from parallel.planning.activations import peak_bytes, running_bytes, waiting_bytes
+from parallel.planning.activations import context_bytes, peak_bytes, running_bytes, waiting_bytes
 from parallel.planning.layout import (
     BYTES,
     as_sharded,
@@ -85,8 +85,9 @@ def memory(
         copies, reduction = _sharded(shapes, as_sharded(parallel), compute, reduce, batch, _at_once(model, kept))
     tokens, tp = batch.micro_batch * batch.sequence_length, parallel.tp
     stages = held_stages(model, parallel, pipeline_rank)
-    waiting = {stage.index: tokens * waiting_bytes(model, stage, kept, compute, tp) for stage in stages}
-    running = {stage.index: tokens * running_bytes(model, stage, kept, compute, tp) for stage in stages}
+    context = context_bytes(model, parallel, compute)
+    waiting = {stage.index: tokens * waiting_bytes(model, stage, kept, compute, tp, context) for stage in stages}
+    running = {stage.index: tokens * running_bytes(model, stage, kept, compute, tp, context) for stage in stages}
     found = peak_bytes(order, waiting, running)
     return Memory(masters, masters, moments * masters, copies, reduction, round(found))
 
