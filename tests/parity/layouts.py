@@ -95,6 +95,12 @@ COMPILED_TENSOR = [
     layout(4, "parallel=fsdp2 parallel.tp=2 compile=block"),
 ]
 
+COMPILED_CONTEXT = [
+    layout(2, "parallel.cp=2 compile=block"),
+    layout(2, "parallel=fsdp2 parallel.cp=2 parallel.context=ring compile=block activations=full"),
+    layout(2, "parallel=fsdp2 parallel.cp=2 parallel.context=ulysses compile=block"),
+]
+
 # Inductor takes a quarter of a minute for a block on a CPU. These have its kernels, the others run their graphs as they
 # are.
 BY_INDUCTOR = {

@@ -15,6 +15,7 @@ from tests.parity.compare import BOUNDS, Differences, run_cases
 from tests.parity.layouts import (
     ACTIVATIONS,
     COMPILED,
+    COMPILED_CONTEXT,
     COMPILED_TENSOR,
     CONTEXT,
     CONTEXT_ACTIVATIONS,
@@ -113,6 +114,7 @@ CASES = [
     *[Case(MAIN[0], times, training) for times, trainings in TENSOR_FLOAT64.items() for training in trainings],
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],
     *[pytest.param(Case(layout, 3, TENSOR_FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED_TENSOR],
+    *[pytest.param(Case(layout, 3, CONTEXT_TRAININGS[0]), marks=pytest.mark.slow) for layout in COMPILED_CONTEXT],
     pytest.param(Case(COMPILED[-2], 3, STREAMS), marks=pytest.mark.slow),
     Case(COMPILED_TENSOR[1], 3, TENSOR_STREAMS),
 ]
