@@ -167,7 +167,7 @@ def fit_micro_batch(config: Config, place: Place, step: Step) -> int:
         tokens = torch.zeros(count, length, dtype=torch.long, device=place.device)
         expect(step.spread, "trial micro-batches", (count, length), gradients=True)
         step.backward([{"tokens": tokens, "labels": tokens.clone()}], tokens.numel())
-        step.optimizer.zero_grad()
+        step.zero_grad()
 
     found = memory.largest_micro_batch(probe, sequences, place.device, place.world.ranks_per_host, place.ranks)
     place.console.say(f"micro_batch=auto: {found} of the {sequences} sequences of a rank fit at once")

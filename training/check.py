@@ -13,7 +13,7 @@ import yaml
 from models.config import Attention
 from parallel.config import Dtype
 from training.check_layout import activations_rules, compile_rules, parallel_rules
-from training.config import Config, DataKind, Load, ScheduleKind, TokenizerKind, leaves
+from training.config import Config, DataKind, Load, ScheduleKind, TokenizerKind, leaves, nested
 from training.inputs import input_problems
 from training.keys import keys, nearest, show
 from training.nearby import alternatives, around, counted, divisors_around, legal_numbers
@@ -122,11 +122,7 @@ def settle(config: Config, chosen: Chosen) -> World:
 def describe(config: Config, chosen: Chosen | None = None) -> str:
     """The resolved config as YAML. Values that came from the environment stand as their text in the config."""
     values = leaves(config) | (chosen.unresolved if chosen else {})
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        section, _, last = name.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[last] = value
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _ranges(config: Config) -> Iterator[Problem]:
