@@ -5,6 +5,20 @@ from models.config import ModelConfig
 Shapes = dict[str, tuple[int, ...]]
 
 
+def in_router(name: str) -> bool:
+    return ".router." in name
+
+
+def is_learned(name: str) -> bool:
+    """Not so what a router counts and the bias it sets by that."""
+    return not in_router(name) or name.endswith(".weight")
+
+
+def has_gradient(name: str) -> bool:
+    """Counts come as gradients too (models.moe.Router)."""
+    return not name.endswith(".router.bias")
+
+
 def _linear(name: str, rows: int, columns: int, config: ModelConfig) -> Shapes:
     bias: Shapes = {f"{name}.bias": (rows,)} if config.bias else {}
     return {f"{name}.weight": (rows, columns)} | bias

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from models.flops import flops_per_token, parameters
+from models.flops import active_parameters, flops_per_token, parameters
 from parallel.apply import Spread, parallelize
 from parallel.config import Dtype, Scope
 from parallel.mesh import data_coordinate, random_coordinate
@@ -34,7 +34,7 @@ from training.metrics.throughput import no_peak, peak_flops
 from training.metrics.writers import Writers
 from training.optimizers.build import build_optimizer
 from training.place import Place
-from training.plan import axes_table, settle_activations, stages_table
+from training.plan import axes_table, settle_activations, stages_table, unplanned
 from training.refusal import Problem, Refusal
 from training.resolve import DEGREES, Chosen, resolve_epochs
 from training.schedule import Schedule
@@ -246,7 +246,10 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
     degrees = {axis: getattr(config.parallel, axis) for axis in DEGREES}
     layout = ", ".join([config.parallel.strategy.name, *(f"{axis} {n}" for axis, n in degrees.items() if n > 1)])
     compiled = spread.compiled.name
-    say(f"run {place.folder.path}: {parameters(config.model):,} parameters, {dtype.name}, compile {compiled}")
+    count = f"{parameters(config.model):,} parameters"
+    if config.model.moe.experts > 0:
+        count += f" ({active_parameters(config.model):,} active)"
+    say(f"run {place.folder.path}: {count}, {dtype.name}, compile {compiled}")
     assert config.sequence_length is not None
     say(f"  activations: {told(config.activations, config.model, config.sequence_length)}")
     say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
@@ -254,6 +257,8 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
         say(f"  {line}")
     for line in axes_table(config, dtype).splitlines():
         say(f"  {line}")
+    if left_out := unplanned(config):
+        say(f"  {left_out}")
     for better in advice(config, place.world, device_of(config, place, dtype)):
         say(f"  advice: {better}")
     tokens, heldout = len(prepared.train), len(prepared.heldout)
