@@ -249,6 +249,23 @@ def share_losses(model: nn.Module, predicted: Tensor) -> None:
 
 
 @torch.no_grad()
+def load_statistics(model: nn.Module) -> Tensor | None:
+    """Of a step's counts, before `balance`: the largest load over the mean and the negative of the smallest, of any
+    router; the sums over routers of the coefficient of variation and of the share of dropped assignments. None without
+    routers."""
+    found = routers(model)
+    counts = [router.load.grad for router in found if router.load.grad is not None]
+    if not counts:
+        return None
+    loads = torch.stack(counts)
+    relative = loads / loads.mean(1, keepdim=True)
+    dropped = [router.dropped.grad for router in found if router.moe.capacity_factor is not None]
+    counted = torch.cat([count for count in dropped if count is not None]) if dropped else torch.zeros_like(loads[:, 0])
+    deviations = relative.std(1, correction=0).sum()
+    return torch.stack([relative.max(), -relative.min(), deviations, (counted / loads.sum(1)).sum()])
+
+
+@torch.no_grad()
 def balance(model: nn.Module, skipped: Tensor) -> None:
     """After a step: its counts become the load, and biases are moved by them. skipped: 1 where the step changed
     nothing."""

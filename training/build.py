@@ -146,6 +146,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
             config.optimizer.max_skipped,
             lambda: recompiles(spread),
             spread.pipeline.bubble_share if spread.pipeline is not None else None,
+            config.model if config.model.moe.experts > 0 else None,
         ),
         writers=build_writers(config, place, about["config"]),
         checkpoints=Checkpoints(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.moe import balance, share_losses
+from models.moe import balance, load_statistics, share_losses
 from models.roles import NOT_LEARNED, parameter_roles
 from parallel.apply import Spread
 from parallel.gradients import clip, global_norm, sum_alike, sum_whole
@@ -24,6 +24,7 @@ class StepResult:
     predicted: Tensor  # predicted tokens of all ranks
     grad_norm: Tensor  # of the whole gradient, before clipping
     skipped: Tensor  # 1 where the step changed nothing: a non-finite gradient, or nothing to predict
+    loads: Tensor | None = None  # of experts, models.moe.load_statistics
 
 
 class Step:
@@ -91,4 +92,4 @@ class Step:
             sum_whole(self.spread.whole, self.mesh)
         norm = global_norm(self.counted, self.mesh)
         skipped = (~torch.isfinite(norm) | (everyone == 0)).to(torch.float32)
-        return StepResult(loss_sum, everyone, norm, skipped)
+        return StepResult(loss_sum, everyone, norm, skipped, load_statistics(self.spread.model))
