@@ -17,6 +17,58 @@ class Attention(Enum):
     math = "math"
 
 
+class Score(Enum):
+    """What turns a router's logits into scores."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+class Balance(Enum):
+    """The auxiliary loss that spreads tokens over experts: none, of each sequence by itself, or by the load of the step
+    before."""
+
+    none = "none"
+    sequence = "sequence"
+    step = "step"
+
+
+@dataclass
+class MoE:
+    """Mixture of experts: a router sends each token to a few of many feed-forward layers (Shazeer et al. 2017)."""
+
+    experts: int = key(
+        0, "feed-forward layers of a block among which a router chooses for each token; 0: one, no router"
+    )
+    top_k: int = key(2, "experts a token goes to")
+    dim: int | None = key(None, "width of an expert; null: as the feed-forward layer")
+    shared: int = key(0, "experts that every token goes to, as one feed-forward layer of so many times the width")
+    dense_layers: int = key(0, "the first so many blocks have no experts but a feed-forward layer (DeepSeek-V3)")
+    score: Score = key(Score.softmax, "scores of the experts from the router's logits: softmax | sigmoid (DeepSeek-V3)")
+    normalize: bool = key(True, "the weights of a token's experts are divided by their sum")
+    scale: float = key(1.0, "what the weights are multiplied by at the end")
+    balance: Balance = key(
+        Balance.none,
+        "auxiliary loss that spreads tokens over experts: none | sequence (in each sequence, DeepSeek-V3) | step (by the load of the optimizer step before)",
+    )
+    balance_weight: float = key(
+        0.01, "balance: weight of the auxiliary loss in the gradient; the loss shown is without it"
+    )
+    bias_rate: float = key(
+        0.0,
+        "by how much each step moves the bias with which an overloaded or idle expert is chosen, without a loss (Wang et al. 2024); 0: not at all",
+    )
+    z_loss: float = key(
+        0.0,
+        "weight of the square of each token's log-sum of router logits, in the gradient only (Zoph et al. 2022, ST-MoE)",
+    )
+    capacity_factor: float | None = key(
+        None,
+        "in training an expert takes at most this times its even share of a document's (without documents a sequence's) tokens, the first ones; approximate; null: all",
+    )
+    forced_balance: bool = key(False, "for benchmarks: tokens go to experts in turn, whatever the router says")
+
+
 @dataclass
 class ModelConfig:
     """A GPT-2-shaped decoder (Radford et al. 2019)."""
@@ -70,6 +122,8 @@ class ModelConfig:
         "tokenizer this model is meant for, used where tokenizer.kind is auto: bytes | gpt2 | a tiktoken encoding",
     )
 
+    moe: MoE = key(MoE, "mixture of experts")
+
     @property
     def key_value_heads(self) -> int:
         return self.heads if self.kv_heads is None else self.kv_heads
@@ -77,6 +131,14 @@ class ModelConfig:
     @property
     def feedforward_dim(self) -> int:
         return 4 * self.dim if self.ffn_dim is None else self.ffn_dim
+
+    @property
+    def expert_dim(self) -> int:
+        return self.feedforward_dim if self.moe.dim is None else self.moe.dim
+
+    def routed(self, layer: int) -> bool:
+        """Whether a block has experts."""
+        return self.moe.experts > 0 and layer >= self.moe.dense_layers
 
     @property
     def key_value_dim(self) -> int:

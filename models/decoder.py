@@ -11,6 +11,7 @@ from models.embedding import Embedding, ValueEmbedding
 from models.feedforward import FeedForward
 from models.head import Head, Reduction
 from models.mix import Mix
+from models.moe import MoE
 from models.roles import Role, Spec, specify
 
 Ends = tuple[bool, bool]  # the embedding; norm and head
@@ -24,8 +25,8 @@ def layer_norm(config: ModelConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalized before and added to the residual stream, which may begin as a mix of
-    what the block before gave, what the embedding gave, and a skip."""
+    """Attention, and a feed-forward layer or experts, each normalized before and added to the residual stream, which
+    may begin as a mix of what the block before gave, what the embedding gave, and a skip."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -36,7 +37,8 @@ class Block(nn.Module):
         self.attention_norm = layer_norm(config)
         self.attention = Attention(config, layer)
         self.feedforward_norm = layer_norm(config)
-        self.feedforward = FeedForward(config)
+        self.routed = config.routed(layer)
+        self.feedforward = MoE(config) if self.routed else FeedForward(config, config.feedforward_dim)
 
     def forward(
         self, x: Tensor, *mixed: Tensor, positions: Tensor | None, documents: Tensor | None, values: Tensor | None
@@ -45,7 +47,8 @@ class Block(nn.Module):
         if self.mix is not None:
             x = self.mix(x, *mixed)
         x = x + self.attention(self.attention_norm(x), positions, documents, values)
-        return x + self.feedforward(self.feedforward_norm(x))
+        normalized = self.feedforward_norm(x)
+        return x + (self.feedforward(normalized, documents) if self.routed else self.feedforward(normalized))
 
 
 class Walk(nn.Module):

@@ -12,16 +12,16 @@ from models.roles import Role, Spec, specify
 class FeedForward(nn.Module):
     """down(gelu(up(x))) with the tanh approximation of GELU, as GPT-2 has it (Hendrycks and Gimpel 2016)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
         residual_std = config.init_std / math.sqrt(2 * config.layers)
         self.up = specify(
-            nn.Linear(config.dim, config.feedforward_dim, bias=config.bias),
+            nn.Linear(config.dim, width, bias=config.bias),
             weight=Spec(Role.matrix, config.init_std),
             bias=Spec(Role.bias),
         )
         self.down = specify(
-            nn.Linear(config.feedforward_dim, config.dim, bias=config.bias),
+            nn.Linear(width, config.dim, bias=config.bias),
             weight=Spec(Role.matrix, residual_std),
             bias=Spec(Role.bias),
         )

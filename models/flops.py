@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from models.config import ModelConfig
-from models.shapes import parameter_shapes
+from models.shapes import is_learned, parameter_shapes
 
 
 def _known_vocabulary(config: ModelConfig) -> int:
@@ -14,16 +14,34 @@ def _known_vocabulary(config: ModelConfig) -> int:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Parameters of the model, without the vocabulary's padding and a tied head once."""
-    return sum(map(math.prod, parameter_shapes(replace(config, vocab_multiple=1)).values()))
+    """Parameters of the model, without the vocabulary's padding and a tied head once. What routers count is none."""
+    shapes = parameter_shapes(replace(config, vocab_multiple=1))
+    return sum(math.prod(shape) for name, shape in shapes.items() if is_learned(name))
 
 
-def block_flops_per_token(config: ModelConfig, sequence_length: int) -> tuple[float, float, float]:
+def active_parameters(config: ModelConfig) -> int:
+    """Those that a token meets: of the experts of a block top_k and the shared ones."""
+    idle = config.moe.experts - config.moe.top_k
+    return (
+        parameters(config) - sum(map(config.routed, range(config.layers))) * idle * 2 * config.dim * config.expert_dim
+    )
+
+
+def block_flops_per_token(config: ModelConfig, sequence_length: int, layer: int) -> tuple[float, float, float]:
     """Floating-point operations of one block's forward for one token: of all its matrix products, of attention over
-    the whole square, and of the last product alone, which is among the first."""
-    dim, ffn = config.dim, config.feedforward_dim
-    weights = 2 * dim * dim + 2 * dim * config.key_value_dim + 2 * dim * ffn
-    return 2.0 * weights, 4.0 * config.dim * sequence_length, 2.0 * dim * ffn
+    the whole square, and of the product at its end, which is among the first and whose result no gradient needs.
+
+    With experts: the router, top_k experts and the shared ones. What experts give is needed for the gradient of their
+    weights; what the shared ones give is not."""
+    dim, moe = config.dim, config.moe
+    attention = 2 * dim * dim + 2 * dim * config.key_value_dim
+    if config.routed(layer):
+        last = dim * moe.shared * config.expert_dim
+        weights = attention + dim * moe.experts + 2 * dim * moe.top_k * config.expert_dim + 2 * last
+    else:
+        last = dim * config.feedforward_dim
+        weights = attention + 2 * last
+    return 2.0 * weights, 4.0 * config.dim * sequence_length, 2.0 * last
 
 
 def head_flops_per_token(config: ModelConfig) -> float:
@@ -34,10 +52,10 @@ def head_flops_per_token(config: ModelConfig) -> float:
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Floating-point operations of forward and backward for one token of training.
 
-    6 per weight of a matrix product (the head is one, tied or not; embeddings are not) and 12 x layers x dim x
+    6 per weight of a matrix product it meets (the head is one, tied or not; embeddings are not) and 12 x layers x dim x
     sequence_length for attention over the whole square (Chowdhery et al. 2022, PaLM, appendix B; nanoGPT counts
     norms, biases and padding too, 0.1 % more for GPT-2 124M). Causality is not deducted and recomputation not added,
     so MFU neither depends on the kernel nor on activation memory.
     """
-    products, attention, _ = block_flops_per_token(config, sequence_length)
-    return 3.0 * (config.layers * (products + attention) + head_flops_per_token(config))
+    blocks = sum(sum(block_flops_per_token(config, sequence_length, layer)[:2]) for layer in range(config.layers))
+    return 3.0 * (blocks + head_flops_per_token(config))

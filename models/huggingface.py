@@ -63,6 +63,7 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
         "model.x0=true": config.x0,
         "model.skips=true": config.skips,
         f"model.value_embeddings={config.value_embeddings}": config.value_embeddings > 0,
+        f"model.moe.experts={config.moe.experts}": config.moe.experts > 0,
     }
     if differing := [setting for setting, differs in other.items() if differs]:
         raise ValueError(f"Hugging Face's GPT-2 has no counterpart of {', '.join(differing)}")

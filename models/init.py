@@ -14,16 +14,17 @@ def initial_rows(
 ) -> Tensor:
     """Rows [start, stop) of the parameter `name` of the whole, unpadded model, in float32.
 
-    A parameter is drawn in blocks of 1,024 rows of dimension 0, each from a generator seeded by (seed, name, block), so
-    that a rank draws only the blocks that it holds and neither the layout nor padding changes a value.
+    A parameter is drawn in blocks of dimension 0, an expert or 1,024 rows, each from a generator seeded by (seed, name,
+    block), so that a rank draws only the blocks that it holds and neither the layout nor padding changes a value.
     """
+    each = 1 if len(shape) > 2 else BLOCK_ROWS
     stop = shape[0] if stop is None else stop
     values = torch.full((stop - start, *shape[1:]), spec.mean, device=device)
     drawn = shape[0] if spec.rows is None else spec.rows
     end = min(stop, drawn)
     if spec.std > 0 and start < end:
-        for block in range(start // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
-            first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, drawn)
+        for block in range(start // each, -(-end // each)):
+            first, last = block * each, min((block + 1) * each, drawn)
             generator = torch.Generator(device).manual_seed(derive(seed, name, block))
             rows = torch.randn(last - first, *shape[1:], generator=generator, device=device) * spec.std + spec.mean
             low, high = max(first, start), min(last, end)

@@ -13,6 +13,14 @@ class Role(Enum):
     norm = "norm"
     bias = "bias"
     scalar = "scalar"
+    router = "router"
+    balance = "balance"
+
+
+# In the masters' dtype in whatever precision the others compute.
+FULL_PRECISION = (Role.router, Role.balance)
+# Set by models.moe.balance; no optimizer, norm or clipping sees them.
+NOT_LEARNED = (Role.balance,)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,20 @@ from models.config import ModelConfig
 Shapes = dict[str, tuple[int, ...]]
 
 
+def in_router(name: str) -> bool:
+    return ".router." in name
+
+
+def is_learned(name: str) -> bool:
+    """Not so what a router counts and the bias it sets by that."""
+    return not in_router(name) or name.endswith(".weight")
+
+
+def has_gradient(name: str) -> bool:
+    """Counts come as gradients too (models.moe.Router)."""
+    return not name.endswith(".router.bias")
+
+
 def _linear(name: str, rows: int, columns: int, config: ModelConfig) -> Shapes:
     bias: Shapes = {f"{name}.bias": (rows,)} if config.bias else {}
     return {f"{name}.weight": (rows, columns)} | bias
@@ -17,7 +31,7 @@ def _norm(name: str, config: ModelConfig) -> Shapes:
 
 def block_shapes(config: ModelConfig, layer: int) -> Shapes:
     """The parameters of one block, in the module's order, which is that of their use in forward."""
-    dim, ffn, keys = config.dim, config.feedforward_dim, config.key_value_dim
+    dim, keys = config.dim, config.key_value_dim
     mixed = ["x0"] * config.x0 + ["skip"] * config.takes_skip(layer)
     shapes: Shapes = {f"mix.{name}": (1,) for name in ["x", *mixed]} if mixed else {}
     shapes |= _norm("attention_norm", config)
@@ -26,7 +40,30 @@ def block_shapes(config: ModelConfig, layer: int) -> Shapes:
     if config.value_table(layer) is not None:
         shapes |= {"attention.mix.own": (1,), "attention.mix.embedding": (1,)}
     shapes |= _linear("attention.out", dim, dim, config) | _norm("feedforward_norm", config)
-    return shapes | _linear("feedforward.up", ffn, dim, config) | _linear("feedforward.down", dim, ffn, config)
+    if config.routed(layer):
+        return shapes | _experts_shapes(config)
+    return shapes | _feedforward("feedforward", config.feedforward_dim, config)
+
+
+def _feedforward(name: str, width: int, config: ModelConfig) -> Shapes:
+    return _linear(f"{name}.up", width, config.dim, config) | _linear(f"{name}.down", config.dim, width, config)
+
+
+def _experts_shapes(config: ModelConfig) -> Shapes:
+    """What is only counted, loads and drops, and the bias of the choice are parameters too."""
+    moe, dim, hidden = config.moe, config.dim, config.expert_dim
+    shapes: Shapes = {
+        "feedforward.router.weight": (moe.experts, dim),
+        "feedforward.router.load": (moe.experts,),
+        "feedforward.router.bias": (moe.experts,),
+    }
+    if moe.capacity_factor is not None:
+        shapes["feedforward.router.dropped"] = (1,)
+    shapes |= {
+        "feedforward.experts.up": (moe.experts, hidden, dim),
+        "feedforward.experts.down": (moe.experts, dim, hidden),
+    }
+    return shapes | (_feedforward("feedforward.shared", moe.shared * hidden, config) if moe.shared else {})
 
 
 def _first_shapes(config: ModelConfig) -> Shapes:

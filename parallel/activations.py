@@ -28,6 +28,7 @@ ATTENTION = [  # the fused kernels: output and log-sum-exp
 ]
 REDUCE_SCATTERS = [_collectives.reduce_scatter_tensor.default]  # tensor parallelism's: not communicated again
 PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default]
+PRODUCTS += [_aten._grouped_mm.default, torch.ops.espalier.looped_product.default]  # of experts
 
 
 def keep_activations(model: Decoder, config: ActivationsConfig, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.config import ModelConfig
@@ -13,7 +13,7 @@ from models.decoder import Decoder
 from parallel.activations import keep_activations
 from parallel.compile import compile_model
 from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy
-from parallel.data import DataParallel, Replicated, Sharded, Single
+from parallel.data import DataParallel, Replicated, Sharded, Single, whole_parameters
 from parallel.materialize import materialize
 from parallel.mesh import context_view
 from parallel.planning.stages import SPLIT, as_scheduled
@@ -33,6 +33,7 @@ class Spread:
     data: DataParallel
     compiled: Scope
     alike: dict[str, float] = field(default_factory=dict)  # what gradients.sum_alike sums over tp
+    whole: list[nn.Parameter] = field(default_factory=list)  # what gradients.sum_whole sums over data ranks
     pipeline: "Pipeline | None" = None
     shared: "list[Shared]" = field(default_factory=list)
     share: SequenceShare | None = None  # where ranks share sequences
@@ -142,10 +143,12 @@ def parallelize(
             else:
                 spreads[index] = Single(callee)
     check_replicas(decoder, mesh)
-    spread = Spread(decoder, next(iter(spreads.values())), compiled, alike, share=share)
+    data = next(iter(spreads.values()))
+    whole = whole_parameters(decoder) if isinstance(data, Sharded) else []
+    spread = Spread(decoder, data, compiled, alike, whole, share=share)
     if parallel.pp > 1:
         assert mesh is not None
-        passes = {index: data.call for index, data in spreads.items()}
+        passes = {index: of_stage.call for index, of_stage in spreads.items()}
         spread.pipeline = Pipeline(passes, model, parallel, mesh, compute, device)
         spread.shared = shared_here(decoder, spread.pipeline)
     return spread

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.decoder import Decoder
+from models.roles import FULL_PRECISION, parameter_roles
 from parallel.config import ParallelConfig, Reduce, Strategy
 
 
@@ -25,6 +26,7 @@ class Replicated:
             bucket_cap_mb=config.bucket_cap_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
+            broadcast_buffers=False,  # every rank sets them to the same
             init_sync=False,  # every rank drew the same values, and check_replicas compares them
         )
         self.call.register_comm_hook(mesh.get_group("dp_replicate"), _sum_bucket)
@@ -40,9 +42,17 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def whole_parameters(model: Decoder) -> list[nn.Parameter]:
+    """What FSDP2 leaves alone: routers, which stay in the masters' dtype, where all of a unit has one, and a compiled
+    block can hold no unit of its own. Each rank has all of them; gradients.sum_whole sums their gradients."""
+    roles = parameter_roles(model)
+    return [parameter for name, parameter in model.named_parameters() if roles[name] in FULL_PRECISION]
+
+
 class Sharded:
     """FSDP2 on each block and the root (embedding, last norm and head, which may share a weight). With strategy ddp the
-    shards are whole copies."""
+    shards are whole copies.
+    Routers are left alone (whole_parameters)."""
 
     def __init__(
         self, model: Decoder, mesh: DeviceMesh, config: ParallelConfig, compute: torch.dtype, reduce: torch.dtype
@@ -61,6 +71,7 @@ class Sharded:
         options: dict[str, Any] = {
             "mesh": mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"],
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+            "ignored_params": set(whole_parameters(model)),
             "offload_policy": CPUOffloadPolicy(pin_memory=pin) if config.cpu_offload else OffloadPolicy(),
         }
         for block in model.blocks.values():

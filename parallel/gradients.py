@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.local import is_cut, is_sharded, local, multiply_
-from parallel.mesh import sum_over
+from parallel.mesh import DATA_AXES, sum_over
 
 
 @torch.no_grad()
@@ -25,6 +25,18 @@ def sum_alike(model: nn.Module, factors: dict[str, float], mesh: DeviceMesh) -> 
     whole = torch.cat([(gradient * factor).flatten() for gradient, factor in held])
     dist.all_reduce(whole, group=mesh.get_group("tp"))
     for (gradient, _), part in zip(held, whole.split([gradient.numel() for gradient, _ in held]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+@torch.no_grad()
+def sum_whole(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Sums the gradients of parameters that FSDP2 leaves alone over the ranks that see different sequences, once a step
+    and in their own dtype."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
+    together = sum_over(mesh, DATA_AXES, torch.cat([gradient.flatten() for gradient in gradients]))
+    for gradient, part in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 
 

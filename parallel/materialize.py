@@ -16,6 +16,9 @@ def materialize(model: Decoder, seed: int, device: torch.device, storage: torch.
     if any(is_sharded(parameter) for parameter in model.parameters()):
         model.to_empty(device=storage or device)
         model.tie()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
     for name, spec in parameter_specs(model).items():
         parameter = model.get_parameter(name)
         rows, *others = local_region(parameter)
@@ -28,5 +31,5 @@ def materialize(model: Decoder, seed: int, device: torch.device, storage: torch.
             local(parameter).copy_(values)
         else:
             path, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(path), own_name, nn.Parameter(values))
+            setattr(model.get_submodule(path), own_name, nn.Parameter(values, parameter.requires_grad))
     model.tie()

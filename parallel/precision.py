@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.roles import FULL_PRECISION, parameter_roles
 from parallel.config import Dtype, PrecisionConfig
 
 _DTYPES = {Dtype.fp32: torch.float32, Dtype.tf32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp64: torch.float64}
@@ -64,13 +65,16 @@ class _Called(nn.Module):
 
 class LowPrecision(nn.Module):
     """Runs a model on copies of its parameters in a lower dtype; gradients arrive at the masters in the masters' dtype.
-    It computes what FSDP2's MixedPrecisionPolicy computes, so single, DDP and FSDP2 agree."""
+    Routers stay in the masters' dtype. It computes what FSDP2's MixedPrecisionPolicy computes, so single, DDP and FSDP2
+    agree."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
         self.dtype = dtype
+        self.kept = {name for name, role in parameter_roles(model).items() if role in FULL_PRECISION}
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        copies = {name: parameter.to(self.dtype) for name, parameter in self.model.named_parameters()}
+        masters = self.model.named_parameters()
+        copies = {name: master.to(self.dtype) for name, master in masters if name not in self.kept}
         return torch.func.functional_call(self.model, copies, args, kwargs)

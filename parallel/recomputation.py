@@ -42,14 +42,17 @@ def recomputed_flops_per_token(config: ActivationsConfig, model: ModelConfig, se
     mode = settled(config, model)
     if mode is Recompute.budget:
         return None
-    products, attention, last = block_flops_per_token(model, sequence_length)
-    last = 0.0 if model.dropout > 0 else last
-    if mode is Recompute.segments:
-        return model.layers * (products + attention) - (len(segment_borders(config, model.layers)) - 1) * last
     if mode is Recompute.selective:
         return 0.0
-    again = products - last + (attention if model.attention is Attention.math else 0.0)
-    return len(recomputed_layers(config, model)) * again
+    segments = mode is Recompute.segments
+    layers = range(model.layers) if segments else recomputed_layers(config, model)
+    ends = [end - 1 for end in segment_borders(config, model.layers)] if segments else layers
+    again = 0.0
+    for layer in layers:
+        products, attention, last = block_flops_per_token(model, sequence_length, layer)
+        again += products - (last if layer in ends and model.dropout == 0 else 0.0)
+        again += attention if segments or model.attention is Attention.math else 0.0
+    return again
 
 
 def told(config: ActivationsConfig, model: ModelConfig, sequence_length: int) -> str:

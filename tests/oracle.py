@@ -18,6 +18,24 @@ Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Of the layers from dense_layers on. balance: none, sequence or step."""
+
+    number: int
+    top_k: int
+    hidden: int
+    shared: int = 0
+    dense_layers: int = 0
+    sigmoid: bool = False
+    normalized: bool = True
+    scale: float = 1.0
+    balance: str = "none"
+    balance_weight: float = 0.0
+    bias_rate: float = 0.0
+    z_loss: float = 0.0
+
+
+@dataclass(frozen=True)
 class Shape:
     layers: int
     dim: int
@@ -34,6 +52,7 @@ class Shape:
     x0: bool = False
     skips: bool = False
     value_tables: int = 0
+    experts: Experts | None = None
 
     @property
     def groups(self) -> int:
@@ -43,6 +62,9 @@ class Shape:
         """The number of a layer's table for values: the first layers have one each, and the last the same again."""
         numbers = list(range(self.value_tables))
         return (numbers + [None] * (self.layers - 2 * len(numbers)) + numbers)[layer]
+
+    def experts_of(self, layer: int) -> Experts | None:
+        return None if self.experts is None or layer < self.experts.dense_layers else self.experts
 
     def skip_to(self, layer: int) -> int | None:
         """The layer whose output is added before this one: of 5 layers the first's to the last, the second's to the
@@ -73,7 +95,10 @@ class Recipe:
 
 @dataclass
 class Trajectory:
-    """One entry a step; gradients are those before clipping, token_losses those of the weights before the step."""
+    """One entry a step; gradients are those before clipping, token_losses those of the weights before the step. The
+    gradient of a router's load is the number of tokens of the step.
+
+    margin: the smallest by which an expert was preferred to one that was not chosen."""
 
     initial: Weights
     losses: list[float]
@@ -82,11 +107,12 @@ class Trajectory:
     gradients: list[Weights]
     token_losses: list[Tensor]
     final: Weights
+    margin: float = math.inf
 
 
 def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Names and unpadded sizes."""
-    dim, ffn = shape.dim, shape.ffn_dim
+    dim = shape.dim
     shapes: dict[str, tuple[int, ...]] = {
         "embed.tokens.weight": (shape.vocab_size, dim),
         "embed.positions.weight": (shape.context, dim),
@@ -108,17 +134,29 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             **attention_shapes(shape),
             "attention.out": (dim, dim),
             "feedforward_norm": (dim,),
-            "feedforward.up": (ffn, dim),
-            "feedforward.down": (dim, ffn),
+            **feedforward_shapes(shape, layer),
         }.items():
             shapes[f"{block}.{name}.weight"] = size
             shapes[f"{block}.{name}.bias"] = (size[0],)
+        if (experts := shape.experts_of(layer)) is not None:
+            number, hidden, name = experts.number, experts.hidden, f"{block}.feedforward"
+            shapes |= {f"{name}.experts.up": (number, hidden, dim), f"{name}.experts.down": (number, dim, hidden)}
+            shapes |= {f"{name}.router.weight": (number, dim), f"{name}.router.load": (number,)}
+            shapes[f"{name}.router.bias"] = (number,)
     shapes["norm.weight"] = shapes["norm.bias"] = (dim,)
     if not shape.bias:
-        shapes = {name: size for name, size in shapes.items() if not name.endswith("bias")}
+        shapes = {name: size for name, size in shapes.items() if not name.endswith("bias") or "router" in name}
     if not shape.tied:
         shapes["head.weight"] = (shape.vocab_size, dim)
     return shapes
+
+
+def feedforward_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
+    """Of the layer every token goes to: where there are experts that is the shared ones', if there are any."""
+    name, width = "feedforward", shape.ffn_dim
+    if (experts := shape.experts_of(layer)) is not None:
+        name, width = "feedforward.shared", experts.shared * experts.hidden
+    return {f"{name}.up": (width, shape.dim), f"{name}.down": (shape.dim, width)} if width else {}
 
 
 def attention_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -134,23 +172,23 @@ MIXES = {"x": 1.0, "x0": 0.0, "skip": 1.0, "own": 0.5, "embedding": 0.5}
 
 def initial_weights(shape: Shape, seed: int, dtype: torch.dtype) -> Weights:
     """GPT-2's: normal with std 0.02, divided by sqrt(2 x layers) into the residual stream; biases 0, norms 1. Each
-    parameter is drawn in float32 in blocks of 1,024 rows, from a generator seeded by the hash of (seed, name,
-    block)."""
+    parameter is drawn in float32 in blocks of 1,024 rows, or of one expert, from a generator seeded by the hash of
+    (seed, name, block)."""
     weights = {}
     for name, size in parameter_shapes(shape).items():
-        if name.endswith("bias"):
+        if name.endswith(("bias", ".load")):
             values = torch.zeros(size)
         elif "norm" in name:
             values = torch.ones(size)
         elif ".mix." in name:
             values = torch.full(size, MIXES[name.rpartition(".")[2]])
         else:
-            residual = name.endswith(("attention.out.weight", "feedforward.down.weight"))
+            residual = "attention.out." in name or ".down" in name
             std = 0.02 / math.sqrt(2 * shape.layers) if residual else 0.02
-            blocks = []
-            for block, first in enumerate(range(0, size[0], 1024)):
+            blocks, each = [], 1 if len(size) == 3 else 1024
+            for block, first in enumerate(range(0, size[0], each)):
                 generator = torch.Generator().manual_seed(_hash(seed, name, block))
-                blocks.append(torch.randn(min(1024, size[0] - first), *size[1:], generator=generator) * std)
+                blocks.append(torch.randn(min(each, size[0] - first), *size[1:], generator=generator) * std)
             values = torch.cat(blocks)
         weights[name] = values.to(dtype)
     return weights
@@ -162,8 +200,59 @@ def _hash(seed: int, name: str, block: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") // 2
 
 
-def logits(weights: Weights, shape: Shape, tokens: Tensor) -> Tensor:
+@dataclass
+class Routing:
+    """What the routers of a forward pass did. loss: the sum of their auxiliary losses; counts: tokens of each expert,
+    by the name of the router."""
+
+    loss: Tensor
+    counts: Weights
+    margin: float
+
+
+def experts_of_tokens(x: Tensor, name: str, weights: Weights, experts: Experts, routing: Routing) -> Tensor:
+    """Every expert on every token, and the sum of those that were chosen. x: [batch, seq, dim]."""
+    number, top_k = experts.number, experts.top_k
+    logits = x @ weights[f"{name}.router.weight"].T
+    scores = 1 / (1 + torch.exp(-logits)) if experts.sigmoid else logits.softmax(-1)
+    preferred = (scores.detach() + weights[f"{name}.router.bias"]).tolist()
+    chosen = torch.zeros(*logits.shape, dtype=x.dtype)
+    for row, sequence in enumerate(preferred):
+        for place, token in enumerate(sequence):
+            ranked = sorted(range(number), key=lambda expert: (-token[expert], expert))
+            chosen[row, place, ranked[:top_k]] = 1
+            if top_k < number:
+                routing.margin = min(routing.margin, token[ranked[top_k - 1]] - token[ranked[top_k]])
+    shares = scores * chosen
+    if experts.normalized:
+        shares = shares / shares.sum(-1, keepdim=True)
+    total = torch.zeros_like(x)
+    for expert in range(number):
+        hidden = gelu(x @ weights[f"{name}.experts.up"][expert].T) @ weights[f"{name}.experts.down"][expert].T
+        total = total + experts.scale * shares[..., expert : expert + 1] * hidden
+
+    length = x.shape[1]
+    probabilities = scores / scores.sum(-1, keepdim=True)
+    if experts.balance == "sequence":
+        for row in range(len(x)):  # DeepSeek-V3, equations 17 to 20, times the tokens of the sequence
+            frequency = number / (top_k * length) * chosen[row].sum(0)
+            mean = probabilities[row].sum(0) / length
+            routing.loss = routing.loss + experts.balance_weight * (frequency * mean).sum() * length
+    if experts.balance == "step" and (load := weights[f"{name}.router.load"]).sum() > 0:
+        frequency = number * load / load.sum()
+        routing.loss = routing.loss + experts.balance_weight * (frequency * probabilities.sum((0, 1))).sum()
+    routing.loss = routing.loss + experts.z_loss * (torch.exp(logits).sum(-1).log() ** 2).sum()
+    routing.counts[f"{name}.router"] = chosen.sum((0, 1))
+    return total
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def logits(weights: Weights, shape: Shape, tokens: Tensor) -> tuple[Tensor, Routing]:
     """tokens [batch, seq] to scores [batch, seq, vocabulary]."""
+    routing = Routing(torch.zeros(()), {}, math.inf)
     _, seq = tokens.shape
     head_dim = shape.dim // shape.heads
     future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
@@ -214,35 +303,48 @@ def logits(weights: Weights, shape: Shape, tokens: Tensor) -> Tensor:
             scores = (q @ k.transpose(1, 2) / math.sqrt(head_dim)).masked_fill(future, -math.inf)
             heads.append(scores.softmax(-1) @ v)
         x = x + linear(torch.cat(heads, dim=-1), f"{block}.attention.out")
-        hidden = linear(norm(x, f"{block}.feedforward_norm"), f"{block}.feedforward.up")
-        hidden = 0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
-        x = x + linear(hidden, f"{block}.feedforward.down")
+        normalized, name = norm(x, f"{block}.feedforward_norm"), f"{block}.feedforward"
+        if (experts := shape.experts_of(layer)) is not None:
+            x = x + experts_of_tokens(normalized, name, weights, experts, routing)
+            name = f"{name}.shared"
+        if f"{name}.up.weight" in weights:
+            x = x + linear(gelu(linear(normalized, f"{name}.up")), f"{name}.down")
         outputs.append(x)
     scores = norm(x, "norm") @ weights["embed.tokens.weight" if shape.tied else "head.weight"].T
-    return scores if shape.softcap is None else shape.softcap * torch.tanh(scores / shape.softcap)
+    return (scores if shape.softcap is None else shape.softcap * torch.tanh(scores / shape.softcap)), routing
+
+
+BALANCE = (".router.load", ".router.bias")  # set by counts, not learned
 
 
 def train(shape: Shape, seed: int, dtype: torch.dtype, batches: list[Batch], recipe: Recipe) -> Trajectory:
     """One step a batch, the loss a mean over all its predicted tokens."""
     initial = initial_weights(shape, seed, dtype)
-    weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
-    optimizer = _optimizer(weights, recipe)
+    weights = {name: value.clone() for name, value in initial.items()}
+    learned = {name: value.requires_grad_() for name, value in weights.items() if not name.endswith(BALANCE)}
+    optimizer = _optimizer(learned, recipe)
     found = Trajectory(initial, [], [], [], [], [], {})
     for batch, lr in zip(batches, recipe.lrs, strict=True):
-        scores = logits(weights, shape, batch.tokens)
+        scores, routing = logits(weights, shape, batch.tokens)
         loss = F.cross_entropy(scores.flatten(0, 1), batch.labels.flatten())  # the mean over labels that are not -100
         predicted = batch.labels != -100
         squares = torch.where(predicted, scores.logsumexp(-1) ** 2, 0)
         optimizer.zero_grad()
-        (loss + shape.z_loss * squares.sum() / predicted.sum()).backward()
-        gradients = {name: _gradient(value).clone() for name, value in weights.items()}
+        (loss + (shape.z_loss * squares.sum() + routing.loss) / predicted.sum()).backward()
+        gradients = {name: _gradient(value).clone() for name, value in learned.items()}
         norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
         if recipe.clip is not None and norm > recipe.clip:
-            for value in weights.values():
+            for value in learned.values():
                 _gradient(value).mul_(recipe.clip / (norm + 1e-6))
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
+        for router, counts in routing.counts.items():
+            assert shape.experts is not None
+            weights[f"{router}.load"] = gradients[f"{router}.load"] = counts
+            even = batch.tokens.numel() * shape.experts.top_k / shape.experts.number
+            weights[f"{router}.bias"] += shape.experts.bias_rate * torch.sign(even - counts)
+        found.margin = min(found.margin, routing.margin)
         found.losses.append(loss.item())
         found.predicted.append(int((batch.labels != -100).sum()))
         found.norms.append(norm)
@@ -262,7 +364,7 @@ def token_losses(scores: Tensor, labels: Tensor) -> Tensor:
 def _optimizer(weights: Weights, recipe: Recipe) -> torch.optim.Optimizer:
     """Matrices decay, vectors do not."""
     groups = [
-        {"params": [value for value in weights.values() if value.ndim == 2], "weight_decay": recipe.weight_decay},
+        {"params": [value for value in weights.values() if value.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [value for value in weights.values() if value.ndim == 1], "weight_decay": 0.0},
     ]
     if recipe.optimizer == "adamw":

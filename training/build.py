@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from models.flops import flops_per_token, parameters
+from models.flops import active_parameters, flops_per_token, parameters
 from parallel.apply import Spread, parallelize
 from parallel.config import Dtype, Scope
 from parallel.mesh import data_coordinate, random_coordinate
@@ -34,7 +34,7 @@ from training.metrics.throughput import no_peak, peak_flops
 from training.metrics.writers import Writers
 from training.optimizers.build import build_optimizer
 from training.place import Place
-from training.plan import axes_table, settle_activations, stages_table
+from training.plan import axes_table, settle_activations, stages_table, unplanned
 from training.refusal import Problem, Refusal
 from training.resolve import DEGREES, Chosen, data_ranks, resolve_epochs
 from training.schedule import Schedule
@@ -148,6 +148,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
             config.optimizer.max_skipped,
             lambda: recompiles(spread),
             spread.pipeline.bubble_share if spread.pipeline is not None else None,
+            config.model if config.model.moe.experts > 0 else None,
         ),
         writers=build_writers(config, place, about["config"]),
         checkpoints=Checkpoints(
@@ -169,7 +170,7 @@ def fit_micro_batch(config: Config, place: Place, step: Step) -> int:
         tokens = torch.zeros(count, length, dtype=torch.long, device=place.device)
         expect(step.spread, "trial micro-batches", (count, length), gradients=True)
         step.backward([{"tokens": tokens, "labels": tokens.clone()}], tokens.numel())
-        step.optimizer.zero_grad()
+        step.zero_grad()
 
     found = memory.largest_micro_batch(probe, sequences, place.device, place.world.ranks_per_host, place.ranks)
     place.console.say(f"micro_batch=auto: {found} of the {sequences} sequences of a rank fit at once")
@@ -248,7 +249,10 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
     degrees = {axis: getattr(config.parallel, axis) for axis in DEGREES}
     layout = ", ".join([config.parallel.strategy.name, *(f"{axis} {n}" for axis, n in degrees.items() if n > 1)])
     compiled = spread.compiled.name
-    say(f"run {place.folder.path}: {parameters(config.model):,} parameters, {dtype.name}, compile {compiled}")
+    count = f"{parameters(config.model):,} parameters"
+    if config.model.moe.experts > 0:
+        count += f" ({active_parameters(config.model):,} active)"
+    say(f"run {place.folder.path}: {count}, {dtype.name}, compile {compiled}")
     assert config.sequence_length is not None
     say(f"  activations: {told(config.activations, config.model, config.sequence_length)}")
     say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
@@ -256,6 +260,8 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
         say(f"  {line}")
     for line in axes_table(config, dtype).splitlines():
         say(f"  {line}")
+    if left_out := unplanned(config):
+        say(f"  {left_out}")
     for better in advice(config, place.world, device_of(config, place, dtype)):
         say(f"  advice: {better}")
     tokens, heldout = len(prepared.train), len(prepared.heldout)

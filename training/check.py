@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from models.config import Attention
+from models.config import Attention, Balance, MoE
 from parallel.config import Dtype
 from training.check_layout import activations_rules, compile_rules, parallel_rules
-from training.config import Config, DataKind, Load, ScheduleKind, TokenizerKind, leaves
+from training.config import Config, DataKind, Load, ScheduleKind, TokenizerKind, leaves, nested
 from training.inputs import input_problems
 from training.keys import keys, nearest, show
 from training.nearby import alternatives, around, counted, divisors_around, legal_numbers
@@ -31,7 +31,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         model.vocab_multiple steps tokens sequence_length batch_sequences batch_tokens
         data.shuffle_block data.workers data.prefetch
         optimizer.max_skipped evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
-        hardware.gpus hardware.ranks_per_host parallel.ep parallel.stages_per_rank
+        model.moe.top_k model.moe.dim hardware.gpus hardware.ranks_per_host parallel.ep parallel.stages_per_rank
         activations.segments activations.every_n""",
         lambda value: value >= 1,
         "must be at least 1",
@@ -45,12 +45,15 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         """seed checkpoint.every checkpoint.keep checkpoint.permanent_every evals.every metrics.sample_tokens
         schedule.warmup_steps schedule.warmup_tokens schedule.decay_steps schedule.decay_tokens
         optimizer.weight_decay model.init_std model.z_loss model.value_embeddings
+        model.moe.experts model.moe.shared model.moe.dense_layers model.moe.balance_weight model.moe.bias_rate
+        model.moe.z_loss
         parallel.prefetch_forward parallel.prefetch_backward""",
         lambda value: value >= 0,
         "must not be negative",
     ),
     (
         """optimizer.lr optimizer.eps optimizer.clip epochs max_minutes model.norm_eps model.logit_softcap
+        model.moe.scale model.moe.capacity_factor
         parallel.timeout_seconds parallel.bucket_cap_mb hardware.peak_tflops hardware.memory_gib""",
         lambda value: value > 0,
         "must be above 0",
@@ -95,6 +98,7 @@ def check(config: Config, world: World) -> list[Problem]:
         _tokenizer,
         _data,
         _model,
+        _experts,
         _schedule_units,
         _checkpoint,
         _evals,
@@ -122,11 +126,7 @@ def settle(config: Config, chosen: Chosen) -> World:
 def describe(config: Config, chosen: Chosen | None = None) -> str:
     """The resolved config as YAML. Values that came from the environment stand as their text in the config."""
     values = leaves(config) | (chosen.unresolved if chosen else {})
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        section, _, last = name.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[last] = value
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _ranges(config: Config) -> Iterator[Problem]:
@@ -216,6 +216,43 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
     ):
         reason = f"computes in bf16 on a GPU, and precision.dtype is {config.precision.dtype.name}"
         yield Problem("model.attention", kernel.name, reason, "model.attention=auto, or precision=bf16")
+
+
+def _experts(config: Config, world: World) -> Iterator[Problem]:
+    model, moe, default = config.model, config.model.moe, MoE()
+    if moe.experts == 0:
+        for name, value in leaves(moe).items():
+            if value != leaves(default)[name]:
+                yield Problem(
+                    f"model.moe.{name}", value, "the model has no experts", "model.moe.experts=8, or leave it out"
+                )
+        return
+    if moe.experts < 0:
+        return
+    if moe.experts == 1:
+        yield Problem(
+            "model.moe.experts", 1, "leaves a router nothing to choose", f"model.moe.experts={max(2, moe.top_k)}, or 0"
+        )
+    elif moe.top_k > moe.experts:
+        reason = f"a token goes to different experts, and model.moe.experts={moe.experts}"
+        instead = f"model.moe.top_k={min(default.top_k, moe.experts)}, or model.moe.experts={moe.top_k}"
+        yield Problem("model.moe.top_k", moe.top_k, reason, instead)
+    if moe.top_k == 1 and moe.normalize:
+        reason = "a single weight divided by itself is 1, and the router learns nothing"
+        yield Problem("model.moe.normalize", True, reason, "model.moe.normalize=false, or model.moe.top_k=2")
+    if legal_numbers(model.layers) and moe.dense_layers >= model.layers:
+        reason = f"leaves none of model.layers={model.layers} with experts"
+        instead = f"model.moe.dense_layers={model.layers - 1}, or model.moe.experts=0"
+        yield Problem("model.moe.dense_layers", moe.dense_layers, reason, instead)
+    if moe.balance is Balance.none and moe.balance_weight != default.balance_weight:
+        reason = "is the weight of an auxiliary loss, and model.moe.balance is none"
+        yield Problem(
+            "model.moe.balance_weight", moe.balance_weight, reason, "model.moe.balance=sequence, or leave it out"
+        )
+    if moe.balance is not Balance.none and moe.balance_weight == 0:
+        reason = f"is the weight of model.moe.balance={moe.balance.name}, which then does nothing"
+        instead = f"model.moe.balance_weight={default.balance_weight}, or model.moe.balance=none"
+        yield Problem("model.moe.balance_weight", 0.0, reason, instead)
 
 
 def _precision(config: Config, world: World) -> Iterator[Problem]:

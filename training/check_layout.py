@@ -30,6 +30,9 @@ def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
         yield from _tensor(config, world)
         yield from _context(config, world)
         yield from _pipeline(config, world)
+    if parallel.cpu_offload and parallel.strategy is Strategy.fsdp2 and config.model.moe.experts > 0:
+        reason = "routers stay on the device, and one optimizer step cannot take both in this version"
+        yield Problem("parallel.cpu_offload", True, reason, "parallel.cpu_offload=false, or model.moe.experts=0")
     reshard, shards = parallel.reshard_after_forward, parallel.shards
     whole = parallel.strategy is Strategy.fsdp2 and shards >= 1
     if whole and not isinstance(reshard, bool) and (reshard < 1 or shards % reshard != 0):
@@ -264,6 +267,11 @@ def _tensor(config: Config, world: World) -> Iterator[Problem]:
             reason = "is done by the compiler, and compile.scope is none"
             yield Problem("parallel.async_tp", True, reason, "compile=block, or parallel.async_tp=false")
     if tp < 2:
+        return
+    if model.moe.experts > 0:
+        reason = "experts are not cut by tensor parallelism in this version"
+        rest = world.ranks // parallel.pp if parallel.pp >= 1 and world.ranks % parallel.pp == 0 else world.ranks
+        yield Problem("parallel.tp", tp, reason, _with_data("tp", [1], rest, parallel))
         return
     heads, kv_heads = model.heads, model.key_value_heads
     if legal_numbers(heads, kv_heads) and (heads % tp != 0 or kv_heads % tp != 0):

@@ -28,8 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from training.check import settle
 from training.command import CONFIGS, Presets, jobs_of, open_presets, override_problems, parse_flags, sweeps
-from training.config import Config
-from training.keys import keys, sections
+from training.config import Config, nested
+from training.keys import keys
 from training.reading import Reader, typed_keys
 from training.refusal import Problem, Refusal
 from training.resolve import Chosen
@@ -43,11 +43,8 @@ UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 def _defaults() -> dict[str, Any]:
     """The schema's defaults as a tree of plain values, enums as their names."""
-    tree: dict[str, Any] = {name: {} for name in sections()}
-    for name, key in keys().items():
-        section, _, last = name.rpartition(".")
-        (tree[section] if section else tree)[last] = key.default.name if isinstance(key.default, Enum) else key.default
-    return tree
+    defaults = {name: key.default for name, key in keys().items()}
+    return nested({name: value.name if isinstance(value, Enum) else value for name, value in defaults.items()})
 
 
 ConfigStore.instance().store(name="espalier_schema", node=_defaults())

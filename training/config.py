@@ -1,5 +1,6 @@
 """The config of a run, one dataclass a group. No torch here: a typo is refused before it is imported."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -272,3 +273,15 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + name] = value.name if isinstance(value, Enum) else value
     return found
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `leaves` as plain dictionaries: {"optimizer": {"lr": 0.001, ...}, ...}."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+        branch[last] = value
+    return tree

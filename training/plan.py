@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from models.shapes import in_router
 from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy
 from parallel.planning.layout import master_bytes, values
 from parallel.planning.memory import Memory, memory
@@ -49,9 +50,10 @@ def memory_of(config: Config, dtype: Dtype, parallel: ParallelConfig | None = No
 
 
 def memory_of_ranks(config: Config, dtype: Dtype, parallel: ParallelConfig) -> list[Memory]:
-    """Of each rank along pp; none while vocabulary or batch are not known."""
+    """Of each rank along pp; none while vocabulary or batch are not known, and with experts, whose activations have no
+    formula yet."""
     batch = batch_of(config, parallel)
-    if batch is None or config.model.vocab_size is None:
+    if batch is None or config.model.vocab_size is None or config.model.moe.experts > 0:
         return []
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     layout = (config.model, parallel, dtype, config.precision.reduce_dtype, batch, config.activations, moments)
@@ -98,6 +100,11 @@ def _cannot_again(config: Config) -> bool:
     return config.parallel.tp > 1 and config.model.dropout > 0 and config.compile.scope is not Scope.none
 
 
+def unplanned(config: Config) -> str:
+    """What the plans of this config leave out; "" where nothing."""
+    return "memory is not planned for a model with experts in this version" if config.model.moe.experts > 0 else ""
+
+
 def gib(used: float, of: float) -> str:
     return f"{used / GIB:.2f} of {of / GIB:.3g} GiB"
 
@@ -139,11 +146,18 @@ def stages_table(config: Config, dtype: Dtype) -> str:
         return ""
     cut = stages(model, parallel)
     flops = costs(model, cut)
-    held = {stage.index: values(stage_shapes(model, parallel, stage)) for stage in cut}
+    shapes = {stage.index: stage_shapes(model, parallel, stage) for stage in cut}
+    held = {stage: values(of_stage) for stage, of_stage in shapes.items()}
+    routers = {
+        stage: values({name: shape for name, shape in of_stage.items() if in_router(name)})
+        for stage, of_stage in shapes.items()
+    }
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     rows = []
     for stage in cut:
-        state = held[stage.index] * master_bytes(dtype) * (2 + moments) / (parallel.tp * parallel.shards)
+        whole = routers[stage.index]
+        state = (held[stage.index] - whole) / (parallel.tp * parallel.shards) + whole
+        state *= master_bytes(dtype) * (2 + moments)
         layers = f"{stage.layers.start}-{stage.layers.stop - 1}" if len(stage.layers) > 1 else str(stage.layers.start)
         ends = ["embedding"] * stage.first + ["head"] * stage.last
         share = flops[stage.index] / sum(flops.values())

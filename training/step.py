@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from models.moe import balance, load_statistics, share_losses
+from models.roles import NOT_LEARNED, parameter_roles
 from parallel.apply import Spread
-from parallel.gradients import clip, global_norm, sum_alike
+from parallel.gradients import clip, global_norm, sum_alike, sum_whole
 from parallel.mesh import DATA_AXES, sum_over
 from training.agreement import Agreement
 from training.optimizers.base import Optimizer
@@ -22,6 +24,7 @@ class StepResult:
     predicted: Tensor  # predicted tokens of all ranks
     grad_norm: Tensor  # of the whole gradient, before clipping
     skipped: Tensor  # 1 where the step changed nothing: a non-finite gradient, or nothing to predict
+    loads: Tensor | None = None  # of experts, models.moe.load_statistics
 
 
 class Step:
@@ -32,8 +35,10 @@ class Step:
         self.mesh = mesh
         self.optimizer = optimizer
         self.clip_norm = clip_norm
-        self.parameters = list(spread.model.parameters())
-        self.counted = [p for name, p in spread.model.named_parameters() if name not in spread.model.copies]
+        roles = parameter_roles(spread.model)
+        learned = {name: p for name, p in spread.model.named_parameters() if roles[name] not in NOT_LEARNED}
+        self.parameters = list(learned.values())
+        self.counted = [p for name, p in learned.items() if name not in spread.model.copies]
         self.phase = "the forward pass"  # for the message when memory runs out
 
     def __call__(
@@ -48,10 +53,14 @@ class Step:
         if self.clip_norm is not None:
             clip(self.parameters, result.grad_norm, self.clip_norm)
         self.optimizer.step(lr, result.skipped)
+        balance(self.spread.model, result.skipped)
         if agreement is not None:
             agreement.check_state()
-        self.optimizer.zero_grad()
+        self.zero_grad()
         return result
+
+    def zero_grad(self) -> None:
+        self.spread.model.zero_grad()
 
     def backward(self, micro_batches: list[dict[str, Any]], predicted: int) -> StepResult:
         """Leaves in each parameter the gradient of the loss: the sum of token losses over the predicted tokens of the
@@ -61,6 +70,7 @@ class Step:
         everyone = sum_over(self.mesh, DATA_AXES, torch.tensor(predicted, dtype=torch.float64, device=device))
         everyone /= self.spread.sequence_ranks  # each of which has counted the same sequences
         divisor = everyone.clamp(min=1)
+        share_losses(self.spread.model, divisor)
         if self.spread.pipeline is not None:
             self.phase = "the pipeline's passes"
             loss_sum = self.spread.step(micro_batches, divisor)
@@ -78,6 +88,9 @@ class Step:
             sum_alike(self.spread.model, self.spread.alike, self.mesh)
         for shared in self.spread.shared:
             shared.sum_gradients()
+        if self.spread.whole:
+            assert self.mesh is not None
+            sum_whole(self.spread.whole, self.mesh)
         norm = global_norm(self.counted, self.mesh)
         skipped = (~torch.isfinite(norm) | (everyone == 0)).to(torch.float32)
-        return StepResult(loss_sum, everyone, norm, skipped)
+        return StepResult(loss_sum, everyone, norm, skipped, load_statistics(self.spread.model))

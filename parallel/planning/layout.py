@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 
-from models.shapes import Shapes
+from models.shapes import Shapes, in_router
 from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
 
 BYTES = {Dtype.fp32: 4, Dtype.tf32: 4, Dtype.bf16: 2, Dtype.fp64: 8}
@@ -46,8 +46,10 @@ def values(shapes: Shapes) -> int:
 
 
 def shard_shapes(shapes: Shapes, shards: int, rank: int = 0) -> Shapes:
-    """What FSDP2 leaves one of `shards` ranks."""
-    return {name: (part(rows, shards, rank), *rest) for name, (rows, *rest) in shapes.items()}
+    """What FSDP2 leaves one of `shards` ranks: routers whole."""
+    return {
+        name: (rows if in_router(name) else part(rows, shards, rank), *rest) for name, (rows, *rest) in shapes.items()
+    }
 
 
 def padded_shard(shapes: Shapes, shards: int) -> int:
@@ -68,9 +70,11 @@ def as_sharded(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def units(shapes: Shapes) -> tuple[list[Shapes], Shapes]:
-    """What FSDP2 gathers and reduces together: each block, and the root of all else."""
+    """What FSDP2 gathers and reduces together: each block, and the root of all else. Routers are in none."""
     found: dict[str, Shapes] = defaultdict(dict)
     for name, shape in shapes.items():
+        if in_router(name):
+            continue
         part, place, *_ = name.split(".")
         found[place if part == "blocks" else "root"][name] = shape
     root = found.pop("root", {})

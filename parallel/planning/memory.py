@@ -74,7 +74,10 @@ def memory(
     pipeline_rank: int = 0,
 ) -> Memory:
     """The peak of the first rank along dp_shard and tp. `moments`: the optimizer's values for each of the parameters';
-    AdamW 2, SGD 1. Raises ValueError while the vocabulary is not known. With a pipeline this imports torch."""
+    AdamW 2, SGD 1. Raises ValueError while the vocabulary is not known, and for a model with experts. With a pipeline
+    this imports torch."""
+    if model.moe.experts > 0:
+        raise ValueError("what experts keep for backward has no formula yet")
     masters = held_values(model, parallel, pipeline_rank=pipeline_rank) * master_bytes(compute)
     shapes = _held(model, parallel, pipeline_rank)
     order = order_of(parallel, batch.accumulation, pipeline_rank)

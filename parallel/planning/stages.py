@@ -108,12 +108,13 @@ def rank_of(index: int, number: int, parallel: ParallelConfig) -> int:
 
 def balanced(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     """Layers of each stage such that the costliest rank is as cheap as can be, and then the costliest stage of each
-    rank; in FLOPs at the full context and with the head. Raises ValueError for fewer layers than stages."""
+    rank; in FLOPs at the full context and with the head, each block counted as the last. Raises ValueError for fewer
+    layers than stages."""
     each = stages_per_rank(parallel)
     number = parallel.pp * each
     if model.layers < number:
         raise ValueError(f"{model.layers} layers are fewer than {number} stages")
-    extra = head_flops_per_token(model) / sum(block_flops_per_token(model, model.context)[:2])
+    extra = head_flops_per_token(model) / _block_cost(model, model.layers - 1)
     last = rank_of(number - 1, number, parallel)
     ranks = [rank for rank in range(parallel.pp) if rank != last] + [last]
     counts = [0] * number
@@ -140,8 +141,13 @@ def _shared_out(layers: int, parts: int, least: int, extra: float) -> list[int]:
 
 def costs(model: ModelConfig, cut: list[Stage]) -> dict[int, float]:
     """FLOPs of a token in each stage, embedding counted as nothing."""
-    block, head = sum(block_flops_per_token(model, model.context)[:2]), head_flops_per_token(model)
-    return {stage.index: len(stage.layers) * block + (head if stage.last else 0.0) for stage in cut}
+    head = head_flops_per_token(model)
+    blocks = {stage.index: sum(_block_cost(model, layer) for layer in stage.layers) for stage in cut}
+    return {stage.index: blocks[stage.index] + (head if stage.last else 0.0) for stage in cut}
+
+
+def _block_cost(model: ModelConfig, layer: int) -> float:
+    return sum(block_flops_per_token(model, model.context, layer)[:2])
 
 
 def runs(parallel: ParallelConfig, micro_batches: int) -> bool:

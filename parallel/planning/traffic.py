@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from models.config import ModelConfig
-from models.shapes import Shapes, parameter_shapes
+from models.shapes import Shapes, has_gradient, in_router, parameter_shapes
 from parallel.config import ActivationsConfig, Context, Dtype, ParallelConfig, Recompute, Reduce, Strategy
 from parallel.planning.layout import (
     BYTES,
@@ -104,6 +104,7 @@ def traffic(
         order = order_of(parallel, batch.accumulation, pipeline_rank)
         cut = {stage: tensor_shapes(of_stage, parallel.tp, tensor_rank) for stage, of_stage in shapes.items()}
         found += _sharded(cut, order, as_sharded(parallel), compute, reduce, batch)
+        found += _whole(together, parallel, compute)
     if parallel.tp > 1:
         kept = as_scheduled(activations, parallel)
         found += _tensor(model, held, together, parallel, compute, batch, kept, shard_rank)
@@ -153,7 +154,8 @@ def buckets(shapes: Shapes, value_bytes: int, cap_mb: float) -> list[int]:
 
 def _ddp(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
     """Every gradient is summed once a step, in the masters' dtype: a rank sends 2(N-1)/N times the gradient's bytes."""
-    sizes = buckets(parameter_shapes(model), master_bytes(compute), parallel.bucket_cap_mb)
+    shapes = {name: shape for name, shape in parameter_shapes(model).items() if has_gradient(name)}
+    sizes = buckets(shapes, master_bytes(compute), parallel.bucket_cap_mb)
     ranks = parallel.copies
     yield Traffic("dp_replicate", ranks, Collective.all_reduce, "gradients", ALL, len(sizes), sum(sizes))
 
@@ -218,6 +220,16 @@ def _sharded(
     size = times * shards * shard * BYTES[reduce]
     yield Traffic("dp_shard", shards, Collective.reduce_scatter, "gradients", ALL, reduced * times, size)
     yield Traffic("dp_replicate", replicas, Collective.all_reduce, "gradients", ALL, reduced, shard * BYTES[reduce])
+
+
+def _whole(held: Shapes, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
+    """The gradients of routers, which FSDP2 leaves alone: once a step, in the masters' dtype
+    (parallel.gradients.sum_whole)."""
+    size = values({name: shape for name, shape in held.items() if in_router(name) and has_gradient(name)})
+    if size > 0:
+        for axis in ("dp_replicate", "dp_shard"):
+            ranks, size_bytes = getattr(parallel, axis), size * master_bytes(compute)
+            yield Traffic(axis, ranks, Collective.all_reduce, "gradients", "routers", 1, size_bytes)
 
 
 def reductions(parallel: ParallelConfig, batch: Batch) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.moe import routers
 
 TINY: dict[str, Any] = {"layers": 2, "dim": 24, "heads": 3, "context": 16, "vocab_size": 67, "vocab_multiple": 32}
 
@@ -23,12 +24,14 @@ def random_decoder(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
         model = Decoder(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in list(model.named_parameters()):
-        fan_in = parameter.shape[1] if parameter.dim() == 2 else 10
+        fan_in = parameter.shape[-1] if parameter.dim() >= 2 else 10
         values = torch.randn(parameter.shape, generator=generator) / math.sqrt(fan_in)
         if "norm.weight" in name:
             values += 1.0
         path, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(path), own_name, nn.Parameter(values.to(dtype)))
+        setattr(model.get_submodule(path), own_name, nn.Parameter(values.to(dtype), parameter.requires_grad))
+    for router in routers(model):
+        router.share = torch.tensor(1.0, dtype=dtype)
     model.tie()
     return model
 

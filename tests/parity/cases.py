@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from tests.oracle import Batch, Recipe, Shape
+from tests.oracle import Batch, Experts, Recipe, Shape
 from tests.parity.layouts import Layout
 from training.check import check
 from training.compose import compose
@@ -25,6 +25,7 @@ SIZES = "model.layers=3 model.dim=30 model.heads=3 model.ffn_dim=34 model.contex
 # Heads are shared out whole; what else tensor parallelism cuts does not divide by 4, the vocabulary not by 2 either.
 TP_SIZES = "model.dim=40 model.heads=8 model.ffn_dim=34 model.context=24"
 STREAMS = "model.x0=true model.skips=true"
+EXPERTS = "model.moe.experts=5 model.moe.top_k=2 model.moe.dim=22 model.moe.bias_rate=0.02"
 MODELS = {
     "tied": f"{SIZES} model.tied_head=true model.vocab_multiple=1",
     "untied": f"{SIZES} model.tied_head=false model.vocab_multiple=128",
@@ -39,6 +40,13 @@ MODELS = {
     f"model.bias=false {STREAMS} model.value_embeddings=2",
     "streams for pp": f"{TP_SIZES} model.layers=9 model.tied_head=true model.vocab_multiple=1 {STREAMS} "
     "model.value_embeddings=3",
+    "experts": f"{SIZES} model.tied_head=true model.vocab_multiple=1 {EXPERTS} model.moe.shared=1 "
+    "model.moe.dense_layers=1 model.moe.score=sigmoid model.moe.scale=2.5 model.moe.balance=sequence "
+    "model.moe.balance_weight=0.03 model.moe.z_loss=0.02",
+    "experts by the step before": f"{SIZES} model.tied_head=false model.vocab_multiple=128 model.bias=false {EXPERTS} "
+    "model.moe.balance=step model.moe.balance_weight=0.05 model.moe.normalize=false",
+    "experts for pp": f"{TP_SIZES} model.layers=5 model.tied_head=true model.vocab_multiple=1 {EXPERTS} "
+    "model.moe.dense_layers=1 model.moe.balance=step model.moe.shared=2 model.moe.z_loss=0.02",
     "untied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=false model.vocab_multiple=128",
 }
 OPTIMIZERS = {
@@ -109,6 +117,27 @@ def shape_of(config: Config) -> Shape:
         x0=model.x0,
         skips=model.skips,
         value_tables=model.value_embeddings,
+        experts=experts_of(config),
+    )
+
+
+def experts_of(config: Config) -> Experts | None:
+    moe = config.model.moe
+    if moe.experts == 0:
+        return None
+    return Experts(
+        moe.experts,
+        moe.top_k,
+        config.model.feedforward_dim if moe.dim is None else moe.dim,
+        moe.shared,
+        moe.dense_layers,
+        sigmoid=moe.score.name == "sigmoid",
+        normalized=moe.normalize,
+        scale=moe.scale,
+        balance=moe.balance.name,
+        balance_weight=moe.balance_weight,
+        bias_rate=moe.bias_rate,
+        z_loss=moe.z_loss,
     )
 
 

@@ -304,7 +304,7 @@ def cut(value: Tensor, unpadded: Tensor) -> Tensor:
 
 
 def largest_padding(values: Weights, unpadded: Weights) -> float:
-    rows = [values[name][value.shape[0] :].flatten() for name, value in unpadded.items()]
+    rows = [values[name][value.shape[0] :].flatten() for name, value in unpadded.items() if name in values]
     return float(torch.cat(rows).abs().max()) if sum(map(len, rows)) else 0.0
 
 

@@ -161,6 +161,36 @@ STREAMED = [
 ]
 STREAMED_TENSOR = [layout(2, "parallel=tp"), layout(4, "parallel=fsdp2 parallel.tp=2")]
 
+# Of models with experts.
+EXPERTS = [
+    layout(1, "parallel=single"),
+    layout(2, "parallel=ddp"),
+    layout(2, "parallel=fsdp2"),
+    layout(4, "parallel=hsdp", 2),
+]
+MORE_EXPERTS = [
+    layout(2, "parallel=zero1"),
+    layout(4, "parallel=fsdp2"),
+    layout(4, "parallel=ddp"),
+    layout(1, "parallel=single activations=full"),
+    layout(2, "parallel=fsdp2 activations=full"),
+    layout(2, "parallel=fsdp2 activations=selective"),
+    layout(2, "parallel=ddp activations=segments"),
+    layout(2, "parallel=zero1 activations=offload"),
+    layout(2, "parallel=fsdp2 compile=block"),
+    layout(2, "parallel=ddp compile=model"),
+    layout(2, "parallel=fsdp2 compile=block activations=selective"),
+]
+EXPERTS_PIPELINE = [
+    (layout(2, "parallel=pp"), 3),
+    (layout(2, "parallel=pp parallel.schedule=zbv"), 3),
+    (layout(2, "parallel=pp activations=full"), 3),
+    (layout(4, "parallel=fsdp2 parallel.pp=2"), 3),
+    (layout(4, "parallel=ddp parallel.pp=2"), 3),
+    (layout(4, "parallel=zero1 parallel.pp=2 parallel.schedule=zbv"), 6),
+    (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.schedule=dualpipev parallel.reshard_after_forward=false"), 6),
+]
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 
 # Every schedule alone, and pipelines with every other axis; the number is that of micro-batches a step.

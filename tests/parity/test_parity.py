@@ -19,7 +19,10 @@ from tests.parity.layouts import (
     COMPILED_TENSOR,
     CONTEXT,
     CONTEXT_ACTIVATIONS,
+    EXPERTS,
+    EXPERTS_PIPELINE,
     MAIN,
+    MORE_EXPERTS,
     OPTIONS,
     PIPELINE,
     PIPELINE_MODES,
@@ -55,6 +58,13 @@ CONTEXT_TRAININGS = [
     Training("streams for tp", "adamw", "fp64"),
     Training("untied for tp", "sgd", "fp32"),
 ]
+# A router's choice must not hang on rounding: a model whose trajectory has a closer one needs other numbers.
+LEAST_MARGIN = 1e-8
+EXPERT_TRAININGS = {
+    3: [Training("experts by the step before", "sgd", "fp64"), Training("experts", "adamw", "fp64")],
+    1: [Training("experts", "sgd", "fp64"), Training("experts by the step before", "adamw", "fp64")],
+}
+
 PIPELINE_TRAININGS = [
     Training("streams for pp", "sgd", "fp64"),
     Training("untied for pp", "adamw", "fp64"),
@@ -115,6 +125,21 @@ CASES = [
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],
     *[pytest.param(Case(layout, 3, TENSOR_FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED_TENSOR],
     *[pytest.param(Case(layout, 3, CONTEXT_TRAININGS[0]), marks=pytest.mark.slow) for layout in COMPILED_CONTEXT],
+    *[case for layout in EXPERTS for case in cases_of(layout, 3, EXPERT_TRAININGS[3])],
+    *[
+        pytest.param(Case(layout, times, training), marks=pytest.mark.slow)
+        for times, layouts in ((1, EXPERTS), (3, MORE_EXPERTS))
+        for layout in layouts
+        for training in EXPERT_TRAININGS[times]
+    ],
+    *[
+        pytest.param(
+            Case(layout, count, Training("experts for pp", optimizer, "fp64")),
+            marks=[gloo_cannot(layout), pytest.mark.slow],
+        )
+        for layout, count in EXPERTS_PIPELINE
+        for optimizer in ("sgd", "adamw")
+    ],
     pytest.param(Case(COMPILED[-2], 3, STREAMS), marks=pytest.mark.slow),
     Case(COMPILED_TENSOR[1], 3, TENSOR_STREAMS),
 ]
@@ -125,6 +150,7 @@ def write_trajectories(cases: list[Case], folder: Path) -> None:
     for case in {case.training: case for case in cases}.values():
         config, dtype = config_of(case), BOUNDS[case.training.precision].dtype
         found = train(shape_of(config), SEED, dtype, batches(), recipe_of(config))
+        assert found.margin > LEAST_MARGIN, f"a token of {case.training} could go to either of two experts"
         torch.save(found, folder / f"{case.training}.pt")
 
 

@@ -101,7 +101,7 @@ def told(config: Config) -> dict[str, str]:
         if dist.get_rank() == dist.get_world_size() - 1:
             break_it(step)
         found[kind] = raised(config, step, agreement, 2)
-        step.optimizer.zero_grad()
+        step.zero_grad()
         vars(step).pop("backward", None)
         spread.model.tie()
         for tensor, before in zip(state, healthy, strict=True):

@@ -54,6 +54,10 @@ def test_the_default_is_right() -> None:
         ("model__dim", 0, "model.dim=1"),
         ("model__vocab_size", 100, "model.vocab_size=null"),
         ("model__dropout", 1.0, "model.dropout=0.0"),
+        ("model__moe__top_k", 3, "model.moe.experts=8"),
+        ("model__moe__experts", 1, "model.moe.experts=2"),
+        ("model__moe__scale", 0.0, "model.moe.scale=1.0"),
+        ("model__moe__capacity_factor", -1.0, "model.moe.capacity_factor=0.1"),
         ("sequence_length", 257, "sequence_length=128"),
         ("steps", 0, "steps=1"),
         ("seed", -1, "seed=0"),
@@ -105,6 +109,35 @@ def test_one_problem_with_what_to_write(key: str, value: Any, instead: str) -> N
     found = list(problems(**{key: value}).values())
     assert len(found) == 1, found
     assert instead in found[0].instead
+
+
+@pytest.mark.parametrize(
+    ("values", "instead"),
+    [
+        ({"top_k": 9}, "model.moe.top_k=2, or model.moe.experts=9"),
+        ({"top_k": 1}, "model.moe.normalize=false, or model.moe.top_k=2"),
+        ({"dense_layers": 4}, "model.moe.dense_layers=3, or model.moe.experts=0"),
+        ({"balance_weight": 0.3}, "model.moe.balance=sequence, or leave it out"),
+        ({"balance": "step", "balance_weight": 0.0}, "model.moe.balance_weight=0.01, or model.moe.balance=none"),
+    ],
+)
+def test_keys_of_experts(values: dict[str, Any], instead: str) -> None:
+    """What is suggested first is legal."""
+    given = {"model__moe__experts": 8} | {f"model__moe__{name}": value for name, value in values.items()}
+    (found,) = problems(**given).values()
+    assert found.instead == instead
+    word, _, value = instead.partition(",")[0].partition("=")
+    meant: Any = {"false": False, "sequence": "sequence"}.get(value, value)
+    if value.replace(".", "").isdigit():
+        meant = float(value) if "." in value else int(value)
+    assert problems(**given | {word.replace(".", "__"): meant}) == {}
+
+
+def test_experts_are_not_cut_in_this_version() -> None:
+    experts: dict[str, Any] = {"model__moe__experts": 8}
+    assert problems(World(2, 2), **experts, parallel__tp=2)["parallel.tp"].instead == "parallel=fsdp2 parallel.tp=1"
+    offloaded = problems(strategy="fsdp2", **experts, parallel__cpu_offload=True)
+    assert offloaded["parallel.cpu_offload"].instead.startswith("parallel.cpu_offload=false")
 
 
 def test_every_rule_is_of_a_key_and_every_number_has_one() -> None:

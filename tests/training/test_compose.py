@@ -18,7 +18,7 @@ from training.check import describe, settle
 from training.checkpoint import folders
 from training.command import CONFIGS, ROOT
 from training.compose import check_command, compose, refusing
-from training.config import Config, OptimizerKind, leaves
+from training.config import Config, OptimizerKind, leaves, nested
 from training.keys import keys
 from training.refusal import Problem, Refusal
 from training.resolve import Chosen
@@ -97,13 +97,7 @@ def test_every_key_comes_from_somewhere() -> None:
 
 def test_misspelt_keys_of_a_file_are_refused_with_their_place(folder: Path) -> None:
     wrong = [mutated(name) for name in list(keys())[::3]]
-    tree: dict[str, object] = {}
-    for name in wrong:
-        section, _, last = name.rpartition(".")
-        branch = tree.setdefault(section, {}) if section else tree
-        assert isinstance(branch, dict)
-        branch[last] = 1
-    found = refused(*experiment(folder, yaml.safe_dump(tree)))
+    found = refused(*experiment(folder, yaml.safe_dump(nested(dict.fromkeys(wrong, 1)))))
     assert {problem.key for problem in found} == set(wrong)
     assert all("mine.yaml:" in problem.reason for problem in found)
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from models.config import ModelConfig
 from parallel.mesh import LOSS_AXES, sum_over
 from training.memory import used_bytes
+from training.metrics.experts import expert_records
 from training.metrics.records import Record
 from training.metrics.throughput import mfu
 from training.step import StepResult
@@ -39,11 +41,12 @@ class Meters:
         max_skipped: int,
         recompiles: Callable[[], int] = lambda: 0,
         bubble_share: Callable[[], float] | None = None,
+        experts: ModelConfig | None = None,
     ) -> None:
-        """bubble_share: of the steps since its last call, with a pipeline."""
+        """bubble_share: of the steps since its last call, with a pipeline. experts: the model, where it has some."""
         self.mesh, self.device, self.speed, self.max_skipped = mesh, device, speed, max_skipped
         self.recompiles = recompiles  # of this start so far
-        self.bubble_share = bubble_share
+        self.bubble_share, self.experts = bubble_share, experts
         self.tokens = 0  # consumed by the whole run, all its starts
         self.skipped = 0  # the same for steps
         self.skipped_in_a_row = 0
@@ -78,6 +81,11 @@ class Meters:
             self._record(step, lr, row, seconds, waited) | more
             for (step, lr, _), row in zip(self.waiting, values, strict=True)
         ]
+        if self.experts is not None:
+            nothing = torch.tensor([0.0, -torch.inf, 0.0, 0.0], device=self.device)  # of a stage without experts
+            loads = [nothing if result.loads is None else result.loads for _, _, result in self.waiting]
+            for record, of_experts in zip(records, expert_records(loads, self.experts, self.mesh), strict=True):
+                record |= of_experts
         self.waiting.clear()
         self.restart_clock(data_wait_seconds)
         return records

@@ -111,9 +111,10 @@ def problems(config: MetricsConfig) -> list[Problem]:
 
 def tags(record: Record) -> dict[str, float]:
     """The numbers of a step under the names they have in TensorBoard and W&B."""
-    training = {"loss", "grad_norm", "lr", "tokens", "skipped_steps"}
+    groups = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped_steps"), "train")
+    groups |= dict.fromkeys(("expert_load_max", "expert_load_min", "expert_load_cv", "dropped_share"), "experts")
     return {
-        f"{'train' if name in training else 'speed'}/{name}": value
+        f"{groups.get(name, 'speed')}/{name}": value
         for name, value in record.items()
         if name != "step" and isinstance(value, int | float)
     }

@@ -33,11 +33,6 @@ class Optimizer(ABC):
         for group in self.groups:
             self.update(group, lr, skip)
 
-    def zero_grad(self) -> None:
-        for group in self.groups:
-            for parameter in group.parameters.values():
-                parameter.grad = None
-
     def tensors(self) -> dict[str, Tensor]:
         """All state as one flat dict, to save or to load into."""
         return {f"{name}.{key}": value for name, state in self.state.items() for key, value in state.items()}

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from models.decoder import Decoder
-from models.roles import Role, parameter_roles
+from models.roles import NOT_LEARNED, Role, parameter_roles
 
-DECAYED = (Role.embedding, Role.matrix, Role.head)
+DECAYED = (Role.embedding, Role.matrix, Role.head, Role.router)
 
 
 @dataclass
@@ -23,9 +23,9 @@ class Group:
 
 
 def decay_groups(model: Decoder, weight_decay: float) -> list[Group]:
-    """Matrices and embeddings decay; norms and biases do not. Every parameter is in exactly one group."""
+    """Matrices and embeddings decay; norms and biases do not. Each that is learned is in exactly one group."""
     roles = parameter_roles(model)
-    parameters = dict(model.named_parameters())
+    parameters = {name: value for name, value in model.named_parameters() if roles[name] not in NOT_LEARNED}
     decayed = {name: parameter for name, parameter in parameters.items() if roles[name] in DECAYED}
     rest = {name: parameter for name, parameter in parameters.items() if name not in decayed}
     return [Group(decayed, weight_decay), Group(rest, 0.0)]

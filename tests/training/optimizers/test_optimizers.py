@@ -118,14 +118,6 @@ def test_state_is_loaded_in_place() -> None:
         assert torch.equal(parameter, models[1].get_parameter(name))
 
 
-def test_zero_grad_frees_every_gradient() -> None:
-    model = random_decoder(tiny())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    build_optimizer(CONFIGS["adamw"], model).zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_the_config_decides() -> None:
     model = random_decoder(tiny())
     adamw = build_optimizer(CONFIGS["adamw_without_decay"], model)
