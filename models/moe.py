@@ -57,6 +57,7 @@ class Router(nn.Module):
             specs["dropped"] = counted
         specify(self, **specs)
         self.register_buffer("share", torch.zeros(()), persistent=False)
+        self.sequences: WholeSequences = WholeSequences()
 
     def forward(self, x: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """x: [batch, seq, dim]. Returns each token's experts and their weights, [batch, seq, top_k] both."""
@@ -70,7 +71,9 @@ class Router(nn.Module):
         weights = weights * self.moe.scale
         if self.training:
             if self.moe.capacity_factor is not None:
-                kept = within_capacity(chosen, documents, self.moe.experts, self.moe.capacity_factor)
+                whole = self.sequences.whole(chosen)
+                kept = within_capacity(whole, documents, self.moe.experts, self.moe.capacity_factor)
+                kept = self.sequences.own(kept)
                 weights = _Attached.apply(weights * kept, self.dropped, (~kept).sum().to(self.dropped.dtype).view(1))
             weights = _Attached.apply(weights, self.load, loads(chosen.flatten(), self.moe.experts).to(self.load.dtype))
             for loss in self._losses(logits, scores, chosen):
@@ -96,7 +99,7 @@ class Router(nn.Module):
         if moe.balance is not Balance.none:
             shares = scores / (scores.sum(-1, keepdim=True) + TINY)
             if moe.balance is Balance.sequence:
-                counts = loads(chosen.flatten(1), moe.experts).to(shares.dtype)
+                counts = loads(self.sequences.whole(chosen).flatten(1), moe.experts).to(shares.dtype)
             else:
                 counts = self.load.detach().to(shares.dtype)
             assigned = counts.sum(-1, keepdim=True).clamp(min=1)
@@ -104,6 +107,18 @@ class Router(nn.Module):
             yield moe.balance_weight * (overload * shares.sum(1)).sum()
         if moe.z_loss > 0:
             yield moe.z_loss * logits.logsumexp(-1).square().sum()
+
+
+class WholeSequences(nn.Module):
+    """What a router sees of its sequences: all. A child without parameters; what shares sequences out replaces it."""
+
+    def whole(self, values: Tensor) -> Tensor:
+        """values: [batch, seq, ...] of this rank's tokens, without gradients, to those of whole sequences."""
+        return values
+
+    def own(self, values: Tensor) -> Tensor:
+        """Of those of whole sequences this rank's."""
+        return values
 
 
 class _Attached(torch.autograd.Function):
@@ -148,6 +163,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         experts, dim, hidden = config.moe.experts, config.dim, config.expert_dim
+        self.number = experts
         self.up = nn.Parameter(torch.empty(experts, hidden, dim))
         self.down = nn.Parameter(torch.empty(experts, dim, hidden))
         residual_std = config.init_std / math.sqrt(2 * config.layers)
@@ -156,8 +172,11 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [n, dim], those of the first expert first; counts: int64 [experts], which may be 0. Returns the shape
         of rows."""
-        hidden = F.gelu(grouped_product(rows, self.up, counts), approximate="tanh")
-        return grouped_product(hidden, self.down, counts)
+        return self.apply_weights(rows, counts, self.up, self.down)
+
+    def apply_weights(self, rows: Tensor, counts: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """The same with these weights, of as many experts as there are counts."""
+        return grouped_product(F.gelu(grouped_product(rows, up, counts), approximate="tanh"), down, counts)
 
 
 class Dispatcher(nn.Module):
@@ -169,9 +188,18 @@ class Dispatcher(nn.Module):
         top_k = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)  # of the assignments, by expert
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        rows = _Rows.apply(x, order // top_k, place)
-        found = _Rows.apply(experts(rows, loads(chosen.flatten(), len(experts.up))), place, order)
-        return (found.unflatten(0, (-1, top_k)) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        found = self.run(experts, permuted(x, order // top_k, place), loads(chosen.flatten(), experts.number))
+        return (permuted(found, place, order).unflatten(0, (-1, top_k)) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def run(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows: [n, dim], those for the first expert first; counts: int64 [experts]. Returns the shape of rows."""
+        return experts(rows, counts)
+
+
+def permuted(x: Tensor, taken: Tensor, back: Tensor) -> Tensor:
+    """The rows x[taken], each of x equally often; `back`: where the rows of x went, those of the first row first."""
+    found: Tensor = _Rows.apply(x, taken, back)
+    return found
 
 
 class _Rows(torch.autograd.Function):

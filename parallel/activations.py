@@ -31,16 +31,17 @@ PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.badd
 PRODUCTS += [_aten._grouped_mm.default, torch.ops.espalier.looped_product.default]  # of experts
 
 
-def keep_activations(model: Decoder, config: ActivationsConfig, device: torch.device) -> None:
-    """Applies the mode in place, before anything is compiled."""
+def keep_activations(model: Decoder, config: ActivationsConfig, device: torch.device, apart: bool) -> None:
+    """Applies the mode in place, before anything is compiled. apart: FSDP2 gathers experts within a block, and torch
+    can keep nothing of what is computed again there."""
     mode = settled(config, model.config)
-    options = {"preserve_rng_state": model.config.dropout > 0}
+    options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0}
     kept = ATTENTION + REDUCE_SCATTERS + (PRODUCTS if mode is Recompute.selective else [])
-    contexts = partial(create_selective_checkpoint_contexts, kept)
+    keeping = {} if apart else {"context_fn": partial(create_selective_checkpoint_contexts, kept)}
     layers = recomputed_layers(config, model.config)
     for layer, block in model.blocks.items():
         if int(layer) in layers:
-            block.forward = recomputed([block], block.forward, context_fn=contexts, **options)
+            block.forward = recomputed([block], block.forward, **keeping, **options)
     if mode is Recompute.segments:
         model.walk = SegmentedWalk(config, options)
     if mode is Recompute.offload:

@@ -12,10 +12,10 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.activations import keep_activations
 from parallel.compile import compile_model
-from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy
+from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy, experts_apart
 from parallel.data import DataParallel, Replicated, Sharded, Single, whole_parameters
 from parallel.materialize import materialize
-from parallel.mesh import context_view
+from parallel.mesh import context_view, expert_view
 from parallel.planning.stages import SPLIT, as_scheduled
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
 from parallel.replicas import check_replicas
@@ -106,7 +106,7 @@ def parallelize(
     compute = compute_dtype(precision)
     low = compute is not master_dtype(precision)
 
-    # Here, in this order: tensor cuts, context, activations, compile.
+    # Here, in this order: tensor cuts, context, experts, activations, compile.
     alike: dict[str, float] = {}
     if parallel.tp > 1:
         from parallel.tensor import cut_tensors, overlap_communication  # imports DTensor, which takes seconds
@@ -121,17 +121,30 @@ def parallelize(
 
         share = SequenceShare(context_view(parallel, device)["cp"])
         share_sequences(decoder, parallel.context, share)
+    of_experts: DeviceMesh | None = None
+    if experts_apart(model, parallel):
+        from parallel.expert import cut_experts
+
+        of_experts = expert_view(parallel, device)
+        if parallel.ep > 1:
+            cut_experts(decoder, of_experts["ep"])
+        compile = replace(compile, scope=Scope.none)  # what goes to other ranks has no fixed size
+    if model.moe.experts > 0 and parallel.cp * parallel.tp > 1:
+        from parallel.expert import share_routers
+
+        assert mesh is not None
+        share_routers(decoder, share, mesh["tp"])
     parts = {0: decoder}
     if parallel.pp > 1:
         parts = {stage.index: decoder.stage(stage.layers, (stage.first, stage.last)) for stage in held}
     for part in parts.values():
-        keep_activations(part, activations, device)
+        keep_activations(part, activations, device, of_experts is not None)
         compiled = compile_model(part, compile, device)
     spreads: dict[int, DataParallel] = {}
     if parallel.strategy is not Strategy.single and not parallel.torch_ddp:
         assert mesh is not None
         for index, part in parts.items():
-            spreads[index] = Sharded(part, mesh, parallel, compute, compute_dtype(reduce))
+            spreads[index] = Sharded(part, mesh, of_experts, parallel, compute, compute_dtype(reduce))
         materialize(decoder, seed, device, torch.device("cpu") if parallel.cpu_offload else None)
     else:
         materialize(decoder, seed, device)

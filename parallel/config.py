@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from models.config import ModelConfig
 from models.schema import Changes, key
 
 
@@ -143,7 +144,12 @@ class ParallelConfig:
     @property
     def torch_ddp(self) -> bool:
         """Whether torch's DDP serves: where copies are the only axis. Elsewhere FSDP2 keeps whole copies."""
-        return self.strategy is Strategy.ddp and self.tp == self.pp == 1
+        return self.strategy is Strategy.ddp and self.tp == self.pp == self.ep == 1
+
+
+def experts_apart(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether experts are spread over other ranks than the rest of their layer."""
+    return model.moe.experts > 0 and parallel.tp * parallel.ep > 1
 
 
 class Dtype(Enum):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.decoder import Decoder
+from models.moe import MoE
 from models.roles import FULL_PRECISION, parameter_roles
 from parallel.config import ParallelConfig, Reduce, Strategy
 
@@ -55,8 +56,15 @@ class Sharded:
     Routers are left alone (whole_parameters)."""
 
     def __init__(
-        self, model: Decoder, mesh: DeviceMesh, config: ParallelConfig, compute: torch.dtype, reduce: torch.dtype
+        self,
+        model: Decoder,
+        mesh: DeviceMesh,
+        of_experts: DeviceMesh | None,
+        config: ParallelConfig,
+        compute: torch.dtype,
+        reduce: torch.dtype,
     ) -> None:
+        """of_experts: the view on which experts are spread, where it is another; each layer's are a unit then."""
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             FSDPModule,
@@ -69,16 +77,24 @@ class Sharded:
             config = replace(config, reshard_after_forward=False, reshard_after_backward=False, reduce=Reduce.step)
         pin = mesh.device_type == "cuda"
         options: dict[str, Any] = {
-            "mesh": mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"],
+            "mesh": _shards(mesh, "dp_shard"),
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
             "ignored_params": set(whole_parameters(model)),
             "offload_policy": CPUOffloadPolicy(pin_memory=pin) if config.cpu_offload else OffloadPolicy(),
         }
+        units: list[Any] = []
+        if of_experts is not None:
+            units = [module.experts for module in model.modules() if isinstance(module, MoE)]
+            whole = config.reshard_after_forward is not False  # a number is one of dp_shard
+            for experts in units:
+                fully_shard(
+                    experts, reshard_after_forward=whole, **options | {"mesh": _shards(of_experts, "expert_shard")}
+                )
         for block in model.blocks.values():
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
         fully_shard(model, **options)
         blocks = [cast(FSDPModule, block) for block in model.blocks.values()]
-        for unit in [*blocks, cast(FSDPModule, model)]:
+        for unit in [*units, *blocks, cast(FSDPModule, model)]:
             # The loss is divided by the step's tokens already. Gloo has no scaled sum, so force plain ones.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -99,6 +115,11 @@ class Sharded:
         self.call.set_requires_all_reduce(last)
         self.call.set_reshard_after_backward(last or self.reshard_after_backward)
         return nullcontext()
+
+
+def _shards(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The axis along which state is shared out, with that of its copies where there are any."""
+    return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
 
 
 class Single:

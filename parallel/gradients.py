@@ -30,12 +30,12 @@ def sum_alike(model: nn.Module, factors: dict[str, float], mesh: DeviceMesh) -> 
 
 @torch.no_grad()
 def sum_whole(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Sums the gradients of parameters that FSDP2 leaves alone over the ranks that see different sequences, once a step
+    """Sums the gradients of parameters that FSDP2 leaves alone over the ranks that see different tokens, once a step
     and in their own dtype."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return
-    together = sum_over(mesh, DATA_AXES, torch.cat([gradient.flatten() for gradient in gradients]))
+    together = sum_over(mesh, (*DATA_AXES, "tp"), torch.cat([gradient.flatten() for gradient in gradients]))
     for gradient, part in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 

@@ -39,6 +39,10 @@ class SequenceShare:
         cut = {name: inputs[name][:, own] for name in ("tokens", "labels", "positions") if inputs.get(name) is not None}
         return inputs | {"positions": own.expand(len(tokens), -1)} | cut
 
+    def own(self, values: Tensor) -> Tensor:
+        """values: [batch, seq, ...]. Returns those of this rank's tokens, [batch, seq / size, ...]."""
+        return values[:, self.positions(values.shape[1], values.device)]
+
     def whole(self, values: Tensor) -> Tensor:
         """values: [batch, seq / size, ...] of this rank's tokens, no gradients. Returns [batch, seq, ...], the same on
         every rank. A collective."""

@@ -7,7 +7,7 @@ et al. 2022, Reducing Activation Recomputation in Large Transformer Models). Wha
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as collectives  # documented; has no public name. torch 2.11, 2.15
@@ -29,6 +29,7 @@ from models.embedding import Embedding, ValueEmbedding
 from models.feedforward import FeedForward
 from models.head import IGNORED, Head, TokenLoss, softcapped
 from models.mix import Mix, weighted_sum
+from models.moe import Experts, Router
 from parallel.local import is_cut, local_region
 
 SEQUENCE = Shard(1)  # of [batch, seq, dim]
@@ -135,6 +136,9 @@ ROWS: dict[type[nn.Module], Row] = {
     },
     nn.LayerNorm: {"": OnShares(_normalize)},
     Head: {"": VocabularyParallel()},
+    # Each rank routes the tokens of its share; experts are spread by parallel.expert.
+    Router: {},
+    Experts: {},
 }
 
 
@@ -156,7 +160,8 @@ def cut_tensors(model: Decoder, mesh: DeviceMesh) -> dict[str, float]:
                 parallelize_module(target, mesh, style)
                 shares |= {target} if isinstance(style, OnShares) else set()
     model.tie()
-    placements = {name: cast(DTensor, parameter).placements for name, parameter in model.named_parameters()}
+    cut = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    placements = {name: parameter.placements for name, parameter in cut.items()}
     whole = [name for name, of_axes in placements.items() if not any(map(is_cut, of_axes))]
     return {name: 1.0 if model.get_submodule(name.rpartition(".")[0]) in shares else 1 / mesh.size() for name in whole}
 

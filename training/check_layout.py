@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from models.config import Attention
-from parallel.config import ActivationsConfig, Context, ParallelConfig, Recompute, Reduce, Scope, Strategy
+from parallel.config import (
+    ActivationsConfig,
+    Context,
+    ParallelConfig,
+    Recompute,
+    Reduce,
+    Scope,
+    Strategy,
+    experts_apart,
+)
 from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
 from parallel.recomputation import settled
 from training.config import Config
@@ -23,12 +32,11 @@ FSDP2_KEYS = ("reshard_after_forward", "reshard_after_backward", "prefetch_forwa
 
 def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
     parallel = config.parallel
-    if parallel.ep != 1:
-        yield Problem("parallel.ep", parallel.ep, "expert parallelism is not in this version", "parallel.ep=1")
     yield from _strategy(config, world)
     if not (config.eval_only and config.sequence_length is None):  # else the model is not known yet
         yield from _tensor(config, world)
         yield from _context(config, world)
+        yield from _experts(config)
         yield from _pipeline(config, world)
     if parallel.cpu_offload and parallel.strategy is Strategy.fsdp2 and config.model.moe.experts > 0:
         reason = "routers stay on the device, and one optimizer step cannot take both in this version"
@@ -268,11 +276,6 @@ def _tensor(config: Config, world: World) -> Iterator[Problem]:
             yield Problem("parallel.async_tp", True, reason, "compile=block, or parallel.async_tp=false")
     if tp < 2:
         return
-    if model.moe.experts > 0:
-        reason = "experts are not cut by tensor parallelism in this version"
-        rest = world.ranks // parallel.pp if parallel.pp >= 1 and world.ranks % parallel.pp == 0 else world.ranks
-        yield Problem("parallel.tp", tp, reason, _with_data("tp", [1], rest, parallel))
-        return
     heads, kv_heads = model.heads, model.key_value_heads
     if legal_numbers(heads, kv_heads) and (heads % tp != 0 or kv_heads % tp != 0):
         cut = f"model.heads={heads}" if heads == kv_heads else f"model.heads={heads} and model.kv_heads={kv_heads}"
@@ -326,6 +329,32 @@ def _context(config: Config, world: World) -> Iterator[Problem]:
         yield Problem("parallel.context", kind.name, reason, "parallel.context=gather, or model.attention=auto")
 
 
+def _experts(config: Config) -> Iterator[Problem]:
+    """What ranks with different experts need."""
+    model, parallel, ep = config.model, config.parallel, config.parallel.ep
+    if config.compile.scope in (Scope.block, Scope.model) and experts_apart(model, parallel):
+        reason = (
+            "experts that are spread by themselves take any number of tokens, which is not compiled in this version"
+        )
+        yield Problem(
+            "compile.scope", config.compile.scope.name, reason, "compile=none, or parallel.ep=1 parallel.tp=1"
+        )
+    if ep < 2:
+        return
+    experts, ranks = model.moe.experts, parallel.dp_shard * parallel.cp * parallel.tp
+    if experts == 0:
+        yield Problem("parallel.ep", ep, "the model has no experts", f"parallel.ep=1, or model.moe.experts={4 * ep}")
+    elif experts > 0 and min(parallel.dp_shard, parallel.cp, parallel.tp) >= 1 and (experts % ep or ranks % ep):
+        legal = alternatives("parallel.ep", divisors_around(math.gcd(experts, ranks), ep))
+        reason = (
+            f"must divide model.moe.experts={experts} and the ranks that share a copy, dp_shard x cp x tp = {ranks}"
+        )
+        yield Problem("parallel.ep", ep, reason, legal)
+    if config.compile.scope in (Scope.block, Scope.model) and experts > 0:
+        reason = "experts on other ranks take any number of tokens, which is not compiled in this version"
+        yield Problem("compile.scope", config.compile.scope.name, reason, "compile=none, or parallel.ep=1")
+
+
 def _enough(size: int, ranks: int) -> bool:
     """Whether every rank has some, where all but the last ones have as much as the first. Sizes below 1 are told by
     another rule."""
@@ -366,6 +395,9 @@ def activations_rules(config: Config, world: World) -> Iterator[Problem]:
         if mode is not user and value != getattr(default, user.name):
             reason = f"is a key of activations={user.name}; the mode is {mode.name}"
             yield Problem(f"activations.{user.name}", value, reason, f"activations={user.name}, or leave it out")
+    if mode is Recompute.selective and experts_apart(config.model, config.parallel):
+        reason = "FSDP2 gathers experts apart from their layer within a block, and torch can keep nothing of that"
+        yield Problem("activations.mode", "selective", reason, "activations=full")
     if mode is Recompute.segments and segments is not None and legal_numbers(layers) and segments > layers:
         reason = f"a segment is one block at least, and there are {layers}"
         instead = f"activations.segments={layers}, or null for the square root of the layers"

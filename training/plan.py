@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from models.shapes import in_router
-from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy
+from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy, experts_apart
 from parallel.planning.layout import master_bytes, values
 from parallel.planning.memory import Memory, memory
 from parallel.planning.stages import as_scheduled, costs, stage_shapes, stages
@@ -71,7 +71,10 @@ def settle_activations(config: Config, dtype: Dtype, memory_bytes: float | None)
     mode: Recompute = as_scheduled(activations, parallel).mode
     why = f"{parallel.schedule.name} computes nothing again"
     if mode is Recompute.auto:
-        mode, why = _first_that_fits(config, dtype, memory_bytes, LADDER[LADDER.index(by_size) :])
+        apart = experts_apart(config.model, parallel)
+        modes = [mode for mode in LADDER[LADDER.index(by_size) :] if not (apart and mode is Recompute.selective)]
+        mode, why = _first_that_fits(config, dtype, memory_bytes, modes)
+        why = why or "of experts apart from their layer torch can keep nothing"
     if mode is by_size:
         return ""
     activations.mode = mode

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from parallel.config import Dtype, ParallelConfig, Strategy
+from parallel.config import Dtype, ParallelConfig, Strategy, experts_apart
 from parallel.planning.stages import runs
 from training.config import Config, ScheduleKind, TokenizerKind
 from training.schedule import DEFAULT_DECAY_SHARE, DEFAULT_WARMUP_SHARE
@@ -74,7 +74,7 @@ def resolve(config: Config, world: World, chosen: Chosen) -> None:
     config.name = chosen.name() if config.name is None else config.name
     if chosen.job is not None:
         config.name = f"{config.name}-{chosen.job}"
-    _resolve_degrees(config.parallel, world)
+    _resolve_degrees(config, world)
     if config.precision.dtype is Dtype.fp64:
         config.precision.reduce_dtype = Dtype.fp64
     _resolve_schedule(config)
@@ -125,9 +125,10 @@ def resolve_epochs(config: Config, train_tokens: int) -> None:
         config.steps, config.epochs = steps_of_epochs(config, train_tokens), None
 
 
-def _resolve_degrees(parallel: ParallelConfig, world: World) -> None:
+def _resolve_degrees(config: Config, world: World) -> None:
     """Replaces -1 by the rest of the ranks, twice -1 by the rest of a host (dp_shard) and then of all, and the strategy
     auto."""
+    parallel = config.parallel
     if parallel.dp_replicate == parallel.dp_shard == -1:
         others = parallel.pp * parallel.cp * parallel.tp
         if others > 0 and world.ranks_per_host % others == 0:
@@ -140,8 +141,8 @@ def _resolve_degrees(parallel: ParallelConfig, world: World) -> None:
     if parallel.strategy is Strategy.auto:
         copied = Strategy.single if parallel.dp_replicate == 1 else Strategy.ddp
         parallel.strategy = copied if parallel.dp_shard == 1 else Strategy.fsdp2
-    if parallel.strategy is Strategy.single and parallel.cp > 1:  # each rank has a part of every gradient
-        parallel.strategy = Strategy.ddp
+    if parallel.strategy is Strategy.single and (parallel.cp > 1 or experts_apart(config.model, parallel)):
+        parallel.strategy = Strategy.ddp  # ranks have parts of gradients that nothing else sums
 
 
 def _resolve_schedule(config: Config) -> None:

@@ -45,8 +45,13 @@ MODELS = {
     "model.moe.balance_weight=0.03 model.moe.z_loss=0.02",
     "experts by the step before": f"{SIZES} model.tied_head=false model.vocab_multiple=128 model.bias=false {EXPERTS} "
     "model.moe.balance=step model.moe.balance_weight=0.05 model.moe.normalize=false",
+    "experts for ep": f"{TP_SIZES} model.layers=3 model.tied_head=true model.vocab_multiple=1 {EXPERTS} "
+    "model.moe.experts=8 model.moe.dense_layers=1 model.moe.balance=sequence model.moe.balance_weight=0.03 "
+    "model.moe.shared=1 model.moe.z_loss=0.02 model.moe.score=sigmoid",
+    "experts for ep by the step before": f"{TP_SIZES} model.layers=2 model.tied_head=false {EXPERTS} "
+    "model.moe.experts=8 model.moe.balance=step model.moe.balance_weight=0.05 model.bias=false",
     "experts for pp": f"{TP_SIZES} model.layers=5 model.tied_head=true model.vocab_multiple=1 {EXPERTS} "
-    "model.moe.dense_layers=1 model.moe.balance=step model.moe.shared=2 model.moe.z_loss=0.02",
+    "model.moe.experts=8 model.moe.dense_layers=1 model.moe.balance=step model.moe.shared=2 model.moe.z_loss=0.02",
     "untied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=false model.vocab_multiple=128",
 }
 OPTIMIZERS = {

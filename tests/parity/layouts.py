@@ -161,6 +161,30 @@ STREAMED = [
 ]
 STREAMED_TENSOR = [layout(2, "parallel=tp"), layout(4, "parallel=fsdp2 parallel.tp=2")]
 
+# Experts on ranks that are borrowed from every other axis.
+EXPERT_PARALLEL = [
+    layout(2, "parallel=fsdp2 parallel.ep=2"),
+    layout(4, "parallel=fsdp2 parallel.ep=2"),
+    layout(4, "parallel=fsdp2 parallel.ep=4 parallel.reshard_after_forward=false"),
+    layout(4, "parallel=zero1 parallel.ep=2"),
+    layout(2, "parallel=tp parallel.ep=2"),
+    layout(2, "parallel=tp"),
+    layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=4"),
+    layout(4, "parallel=ddp parallel.tp=2 parallel.ep=2"),
+    layout(2, "parallel.cp=2 parallel.ep=2"),
+    layout(4, "parallel=fsdp2 parallel.cp=2 parallel.ep=2 parallel.context=ring activations=full"),
+    layout(4, "parallel=tp parallel.tp=2 parallel.cp=2 parallel.ep=4"),
+    layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=2 activations=segments"),
+    layout(8, "parallel=hsdp parallel.tp=2 parallel.ep=4", 4),
+    layout(8, "parallel=fsdp2 parallel.tp=2 parallel.cp=2 parallel.ep=2"),
+]
+# The number is that of micro-batches a step.
+EXPERT_PARALLEL_PIPELINE = [
+    (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.ep=2"), 3),
+    (layout(8, "parallel=zero1 parallel.pp=2 parallel.tp=2 parallel.ep=4 parallel.schedule=zbv"), 6),
+    (layout(8, "parallel=fsdp2 parallel.pp=2 parallel.cp=2 parallel.ep=4 parallel.schedule=interleaved_1f1b"), 2),
+]
+
 # Of models with experts.
 EXPERTS = [
     layout(1, "parallel=single"),

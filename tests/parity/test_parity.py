@@ -19,6 +19,8 @@ from tests.parity.layouts import (
     COMPILED_TENSOR,
     CONTEXT,
     CONTEXT_ACTIVATIONS,
+    EXPERT_PARALLEL,
+    EXPERT_PARALLEL_PIPELINE,
     EXPERTS,
     EXPERTS_PIPELINE,
     MAIN,
@@ -65,6 +67,10 @@ EXPERT_TRAININGS = {
     1: [Training("experts", "sgd", "fp64"), Training("experts by the step before", "adamw", "fp64")],
 }
 
+EXPERT_PARALLEL_TRAININGS = [
+    Training("experts for ep", "sgd", "fp64"),
+    Training("experts for ep by the step before", "adamw", "fp64"),
+]
 PIPELINE_TRAININGS = [
     Training("streams for pp", "sgd", "fp64"),
     Training("untied for pp", "adamw", "fp64"),
@@ -125,6 +131,14 @@ CASES = [
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],
     *[pytest.param(Case(layout, 3, TENSOR_FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED_TENSOR],
     *[pytest.param(Case(layout, 3, CONTEXT_TRAININGS[0]), marks=pytest.mark.slow) for layout in COMPILED_CONTEXT],
+    *[case for layout in EXPERT_PARALLEL for case in cases_of(layout, 3, EXPERT_PARALLEL_TRAININGS)],
+    *[
+        pytest.param(
+            Case(layout, count, Training("experts for pp", "sgd", "fp64")),
+            marks=[gloo_cannot(layout), pytest.mark.slow],
+        )
+        for layout, count in EXPERT_PARALLEL_PIPELINE
+    ],
     *[case for layout in EXPERTS for case in cases_of(layout, 3, EXPERT_TRAININGS[3])],
     *[
         pytest.param(Case(layout, times, training), marks=pytest.mark.slow)
