@@ -35,7 +35,7 @@ def small(**changes: Any) -> ModelConfig:
 
 def kept_as(mode: str, config: ModelConfig) -> Decoder:
     model = random_decoder(config)
-    keep_activations(model, ActivationsConfig(mode=Recompute[mode]), CPU)
+    keep_activations(model, ActivationsConfig(mode=Recompute[mode]), CPU, apart=False)
     return model
 
 
@@ -75,7 +75,7 @@ def slopes() -> dict[tuple[bool, str], float]:
         torch.compiler.reset()
         config = small(layers=2, dropout=0.2)
         model = random_decoder(config, dtype=torch.float64)
-        keep_activations(model, ActivationsConfig(mode=Recompute[mode]), CPU)
+        keep_activations(model, ActivationsConfig(mode=Recompute[mode]), CPU, apart=False)
         for block in model.blocks.values() if compiled else ():
             block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
         tokens = random_tokens(config, BATCH, 16)
@@ -256,7 +256,7 @@ def collectives_in_backward(mode: str) -> Counter[str]:
         model = Decoder(small(heads=4))
     cut_tensors(model, mesh["tp"])
     model.to_empty(device="cpu")
-    keep_activations(model, ActivationsConfig(mode=Recompute[mode]), CPU)
+    keep_activations(model, ActivationsConfig(mode=Recompute[mode]), CPU, apart=False)
     share = torch.randn(BATCH, SEQ // 2, DIM, requires_grad=True)
     (y,) = model.walk(tuple(model.blocks.values()), (share,), [None] * LAYERS, positions=None, documents=None)
     with Counted() as counted:

@@ -128,7 +128,7 @@ def test_blocks_keep_what_the_formula_says(mode: Recompute, shape: dict[str, Any
     config = ModelConfig(layers=5, dim=48, heads=4, vocab_size=1, **shape)
     model = Decoder(config).to(compute_dtype(dtype))
     activations = ActivationsConfig(mode=mode)
-    keep_activations(model, activations, CPU)
+    keep_activations(model, activations, CPU, apart=False)
     x = torch.randn(batch, length, config.dim, dtype=compute_dtype(dtype), requires_grad=True)
     with Alive() as alive:
         after = model.walk(tuple(model.blocks.values()), (x,), [None] * 5, positions=None, documents=None)

@@ -50,7 +50,7 @@ def counted(configs: list[tuple[ModelConfig, ActivationsConfig]]) -> list[float]
     found = []
     for config, activations in configs:
         model = random_decoder(config)
-        keep_activations(model, activations, torch.device("cpu"))
+        keep_activations(model, activations, torch.device("cpu"), apart=False)
         tokens = random_tokens(config, BATCH, SEQ)
         with FlopCounterMode(display=False) as counter:
             model(tokens=tokens, labels=tokens).backward()
