@@ -12,10 +12,21 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.activations import keep_activations
 from parallel.compile import compile_model
-from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy
+from parallel.config import (
+    UNCOMPRESSED,
+    ActivationsConfig,
+    CompileConfig,
+    Compress,
+    Compression,
+    Dtype,
+    ParallelConfig,
+    Scope,
+    Strategy,
+)
 from parallel.data import DataParallel, Replicated, Sharded, Single
 from parallel.materialize import materialize
 from parallel.planning.stages import SPLIT, as_scheduled
+from parallel.powersgd import PowerSGD
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
 from parallel.replicas import check_replicas
 
@@ -33,6 +44,7 @@ class Spread:
     alike: dict[str, float] = field(default_factory=dict)  # what gradients.sum_alike sums over tp
     pipeline: "Pipeline | None" = None
     shared: "list[Shared]" = field(default_factory=list)
+    powersgd: PowerSGD | None = None
 
     def forward(self, **inputs: Tensor | str | None) -> Tensor:
         """Decoder.forward, a collective under FSDP2. With a pipeline, without gradients."""
@@ -64,6 +76,7 @@ def parallelize(
     activations: ActivationsConfig,
     seed: int,
     device: torch.device,
+    compression: Compression = UNCOMPRESSED,
 ) -> Spread:
     """Builds the model on the meta device, spreads it, and gives it memory and first values. `mesh` is None on a single
     device."""
@@ -103,6 +116,7 @@ def parallelize(
         keep_activations(part, activations, device)
         compiled = compile_model(part, compile, device)
     spreads: dict[int, DataParallel] = {}
+    powersgd = None
     if parallel.strategy is not Strategy.single and not parallel.torch_ddp:
         assert mesh is not None
         for index, part in parts.items():
@@ -110,15 +124,19 @@ def parallelize(
         materialize(decoder, seed, device, torch.device("cpu") if parallel.cpu_offload else None)
     else:
         materialize(decoder, seed, device)
+        if compression.kind is Compress.powersgd:
+            assert mesh is not None
+            group = mesh.get_group("dp_replicate")
+            powersgd = PowerSGD(dict(decoder.named_parameters()), group, compression, seed)
         for index, part in parts.items():
             callee = LowPrecision(part, compute) if low else part
             if parallel.torch_ddp:
                 assert mesh is not None
-                spreads[index] = Replicated(callee, mesh, parallel)
+                spreads[index] = Replicated(callee, mesh, parallel, compression.kind, powersgd)
             else:
                 spreads[index] = Single(callee)
     check_replicas(decoder, mesh)
-    spread = Spread(decoder, next(iter(spreads.values())), compiled, alike)
+    spread = Spread(decoder, next(iter(spreads.values())), compiled, alike, powersgd=powersgd)
     if parallel.pp > 1:
         assert mesh is not None
         passes = {index: data.call for index, data in spreads.items()}

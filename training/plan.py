@@ -36,7 +36,8 @@ def traffic_of(config: Config, dtype: Dtype) -> tuple[int, list[Traffic]]:
     if batch is None or config.model.vocab_size is None:
         return 0, []
     layout = (config.model, config.parallel, dtype, config.precision.reduce_dtype, batch, config.activations)
-    found = [traffic(*layout, pipeline_rank=rank) for rank in range(config.parallel.pp)]
+    sums = config.optimizer.sums
+    found = [traffic(*layout, pipeline_rank=rank, compression=sums) for rank in range(config.parallel.pp)]
     most = max(range(len(found)), key=lambda rank: sum(entry.sent_bytes for entry in found[rank]))
     return most, found[most]
 
@@ -55,7 +56,7 @@ def memory_of_ranks(config: Config, dtype: Dtype, parallel: ParallelConfig) -> l
         return []
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     layout = (config.model, parallel, dtype, config.precision.reduce_dtype, batch, config.activations, moments)
-    return [memory(*layout, rank) for rank in range(parallel.pp)]
+    return [memory(*layout, rank, config.optimizer.sums) for rank in range(parallel.pp)]
 
 
 def settle_activations(config: Config, dtype: Dtype, memory_bytes: float | None) -> str:

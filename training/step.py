@@ -48,6 +48,8 @@ class Step:
         if self.clip_norm is not None:
             clip(self.parameters, result.grad_norm, self.clip_norm)
         self.optimizer.step(lr, result.skipped)
+        if self.spread.powersgd is not None:
+            self.spread.powersgd.keep(result.skipped)
         if agreement is not None:
             agreement.check_state()
         self.optimizer.zero_grad()
@@ -72,6 +74,8 @@ class Step:
                     self.phase = "the backward pass"
                     (loss / divisor).sum().backward()
                     loss_sum += loss.detach().sum()
+        if self.spread.powersgd is not None:
+            self.spread.powersgd.sum_gradients()
         if self.spread.alike:
             assert self.mesh is not None
             sum_alike(self.spread.model, self.spread.alike, self.mesh)
