@@ -113,7 +113,7 @@ def check_same_text(place: Place, text: Text) -> None:
 def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     """A run that is ready for `restore` and its steps. Rank 0 leaves config.yaml and environment.json in the folder."""
     assert config.steps is not None and config.sequence_length is not None and config.batch_sequences is not None
-    dtype = settle(config.precision, place.device)
+    dtype = settle(config.precision, place.device, place.ranks.all)
     if why := settle_activations(config, dtype, least_memory(config, place, dtype)):
         place.console.say(why)
     spread = spread_model(config, place, dtype)
