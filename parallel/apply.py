@@ -12,11 +12,23 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.activations import keep_activations
 from parallel.compile import compile_model
-from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Scope, Strategy, experts_apart
+from parallel.config import (
+    UNCOMPRESSED,
+    ActivationsConfig,
+    CompileConfig,
+    Compress,
+    Compression,
+    Dtype,
+    ParallelConfig,
+    Scope,
+    Strategy,
+    experts_apart,
+)
 from parallel.data import DataParallel, Replicated, Sharded, Single, whole_parameters
 from parallel.materialize import materialize
 from parallel.mesh import context_view, expert_view
 from parallel.planning.stages import SPLIT, as_scheduled
+from parallel.powersgd import PowerSGD
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
 from parallel.replicas import check_replicas
 from parallel.sequence import SequenceShare
@@ -37,6 +49,7 @@ class Spread:
     pipeline: "Pipeline | None" = None
     shared: "list[Shared]" = field(default_factory=list)
     share: SequenceShare | None = None  # where ranks share sequences
+    powersgd: PowerSGD | None = None
 
     @property
     def sequence_ranks(self) -> int:
@@ -83,6 +96,7 @@ def parallelize(
     activations: ActivationsConfig,
     seed: int,
     device: torch.device,
+    compression: Compression = UNCOMPRESSED,
 ) -> Spread:
     """Builds the model on the meta device, spreads it, and gives it memory and first values. `mesh` is None on a single
     device."""
@@ -141,6 +155,7 @@ def parallelize(
         keep_activations(part, activations, device, of_experts is not None)
         compiled = compile_model(part, compile, device)
     spreads: dict[int, DataParallel] = {}
+    powersgd = None
     if parallel.strategy is not Strategy.single and not parallel.torch_ddp:
         assert mesh is not None
         for index, part in parts.items():
@@ -148,17 +163,21 @@ def parallelize(
         materialize(decoder, seed, device, torch.device("cpu") if parallel.cpu_offload else None)
     else:
         materialize(decoder, seed, device)
+        if compression.kind is Compress.powersgd:
+            assert mesh is not None
+            group = mesh.get_group("dp_replicate")
+            powersgd = PowerSGD(dict(decoder.named_parameters()), group, compression, seed)
         for index, part in parts.items():
             callee = LowPrecision(part, compute) if low else part
             if parallel.torch_ddp:
                 assert mesh is not None
-                spreads[index] = Replicated(callee, mesh, parallel)
+                spreads[index] = Replicated(callee, mesh, parallel, compression.kind, powersgd)
             else:
                 spreads[index] = Single(callee)
     check_replicas(decoder, mesh)
     data = next(iter(spreads.values()))
     whole = whole_parameters(decoder) if isinstance(data, Sharded) else []
-    spread = Spread(decoder, data, compiled, alike, whole, share=share)
+    spread = Spread(decoder, data, compiled, alike, whole, share=share, powersgd=powersgd)
     if parallel.pp > 1:
         assert mesh is not None
         passes = {index: of_stage.call for index, of_stage in spreads.items()}

@@ -1,5 +1,6 @@
 """How a model is spread and computed. No torch here."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -70,6 +71,11 @@ class ParallelConfig:
     timeout_seconds: float = key(
         600.0,
         "a collective that waits longer ends the run; the first step may take three times as long",
+        Changes.layout,
+    )
+    allow_mixed_devices: bool = key(
+        False,
+        "ranks may have devices of different models or memory; the slowest sets the pace",
         Changes.layout,
     )
     async_tp: bool = key(
@@ -150,6 +156,42 @@ class ParallelConfig:
 def experts_apart(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Whether experts are spread over other ranks than the rest of their layer."""
     return model.moe.experts > 0 and parallel.tp * parallel.ep > 1
+
+
+class Compress(Enum):
+    none = "none"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    powersgd = "powersgd"
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How torch's DDP makes less of the gradients that it sums over ranks: the optimizer's keys, since this changes the
+    mathematics."""
+
+    kind: Compress = Compress.none
+    rank: int = 1  # of PowerSGD
+    start_step: int = 0  # of PowerSGD: steps before it begins
+
+    def factors(self, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+        """Rows, columns and rank of a gradient that PowerSGD sums as two factors, [rows, rank] and [columns, rank];
+        None where they would not be smaller. All but the last dimension are rows."""
+        rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
+        smaller = self.kind is Compress.powersgd and (rows + columns) * self.rank < rows * columns
+        return (rows, columns, self.rank) if smaller else None
+
+    def told(self) -> str:
+        """What is not exact; "" where all is."""
+        if self.kind is Compress.none:
+            return ""
+        if self.kind is Compress.powersgd:
+            begin = f"from step {self.start_step + 1:,} on " if self.start_step > 0 else ""
+            return f"{begin}gradients of matrices are summed over ranks in rank {self.rank}, the rest is added later"
+        return f"each rank's gradients are rounded to {self.kind.name} before they are summed"
+
+
+UNCOMPRESSED = Compression()
 
 
 class Dtype(Enum):

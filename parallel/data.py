@@ -1,7 +1,7 @@
 """Data parallelism: DDP where copies are the only axis, FSDP2 where the model's state is shared out."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -12,13 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.decoder import Decoder
 from models.moe import MoE
 from models.roles import FULL_PRECISION, parameter_roles
-from parallel.config import ParallelConfig, Reduce, Strategy
+from parallel.config import Compress, ParallelConfig, Reduce, Strategy
+from parallel.powersgd import PowerSGD
+
+ROUNDED = {Compress.bf16: torch.bfloat16, Compress.fp16: torch.float16}
 
 
 class Replicated:
     """DDP. Gradients are summed over ranks once a step: a second sum would count the first again."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, compress: Compress, powersgd: PowerSGD | None
+    ) -> None:
         device = next(model.parameters()).device
         self.call = nn.parallel.DistributedDataParallel(
             model,
@@ -30,17 +35,38 @@ class Replicated:
             broadcast_buffers=False,  # every rank sets them to the same
             init_sync=False,  # every rank drew the same values, and check_replicas compares them
         )
-        self.call.register_comm_hook(mesh.get_group("dp_replicate"), _sum_bucket)
+        how = BucketSum(mesh.get_group("dp_replicate"), ROUNDED.get(compress), powersgd)
+        self.call.register_comm_hook(how, _sum_bucket)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.call.no_sync()
 
 
-def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+@dataclass(frozen=True)
+class BucketSum:
+    """How a bucket is summed. dtype: in which it is sent; None: its own."""
+
+    group: dist.ProcessGroup
+    dtype: torch.dtype | None
+    powersgd: PowerSGD | None
+
+
+def _sum_bucket(how: BucketSum, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP divides by the number of ranks; our loss is divided by the step's tokens already, so gradients are only
-    summed."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    summed. What PowerSGD sums after the backward pass stays as it is."""
+    buffer = bucket.buffer()
+    if how.powersgd is not None and how.powersgd.begun:
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+    sent = buffer if how.dtype is None else buffer.to(how.dtype)
+    work = dist.all_reduce(sent, group=how.group, async_op=True)
+
+    def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        summed = future.value()[0]
+        return summed if sent is buffer else buffer.copy_(summed)
+
+    return work.get_future().then(received)
 
 
 def whole_parameters(model: Decoder) -> list[nn.Parameter]:

@@ -20,11 +20,12 @@ def computes_bf16(device: torch.device) -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-def settle(precision: PrecisionConfig, device: torch.device) -> Dtype:
-    """The dtype that `auto` stands for on this device, and the matrix-product mode it asks for switched on."""
+def settle(precision: PrecisionConfig, device: torch.device, on_all: Callable[[bool], bool] = bool) -> Dtype:
+    """The dtype that `auto` stands for on this device, and the matrix-product mode it asks for switched on. on_all:
+    whether something holds on every rank; their devices may differ."""
     dtype = precision.dtype
     if dtype is Dtype.auto:
-        dtype = Dtype.bf16 if computes_bf16(device) else Dtype.fp32
+        dtype = Dtype.bf16 if on_all(computes_bf16(device)) else Dtype.fp32
     torch.set_float32_matmul_precision("high" if dtype is Dtype.tf32 else "highest")
     return dtype
 

@@ -7,7 +7,7 @@ import torch
 
 from models.flops import active_parameters, flops_per_token, parameters
 from parallel.apply import Spread, parallelize
-from parallel.config import Dtype, Scope
+from parallel.config import UNCOMPRESSED, Dtype, Scope
 from parallel.mesh import data_coordinate, random_coordinate
 from parallel.precision import settle
 from parallel.recomputation import told
@@ -83,6 +83,7 @@ def spread_model(config: Config, place: Place, dtype: Dtype) -> Spread:
         config.activations,
         config.seed,
         place.device,
+        config.optimizer.sums if not config.eval_only else UNCOMPRESSED,
     )
     if spread.compiled is Scope.none:
         return spread
@@ -114,7 +115,7 @@ def check_same_text(place: Place, text: Text) -> None:
 def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     """A run that is ready for `restore` and its steps. Rank 0 leaves config.yaml and environment.json in the folder."""
     assert config.steps is not None and config.sequence_length is not None and config.batch_sequences is not None
-    dtype = settle(config.precision, place.device)
+    dtype = settle(config.precision, place.device, place.ranks.all)
     if why := settle_activations(config, dtype, least_memory(config, place, dtype)):
         place.console.say(why)
     spread = spread_model(config, place, dtype)
@@ -266,6 +267,8 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
         say(f"  advice: {better}")
     tokens, heldout = len(prepared.train), len(prepared.heldout)
     say(f"  data {config.data.kind.name}: {tokens:,} tokens to train on, {heldout:,} held out")
+    if approximate := config.optimizer.sums.told():
+        say(f"  optimizer.compression={config.optimizer.compression.name}: approximate: {approximate}")
     of_stages = " of rank 0's stages" if config.parallel.pp > 1 else ""
     for group in step.optimizer.groups:
         say(f"  {config.optimizer.kind.name}{of_stages}: {group}")

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from models.config import Attention, Balance, MoE
-from parallel.config import Dtype
+from parallel.config import Compress, Dtype
 from training.check_layout import activations_rules, compile_rules, parallel_rules
-from training.config import Config, DataKind, Load, ScheduleKind, TokenizerKind, leaves, nested
+from training.config import Config, DataKind, Load, OptimizerConfig, ScheduleKind, TokenizerKind, leaves, nested
 from training.inputs import input_problems
 from training.keys import keys, nearest, show
 from training.nearby import alternatives, around, counted, divisors_around, legal_numbers
@@ -29,7 +29,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         """model.layers model.dim model.heads model.kv_heads model.ffn_dim model.context model.vocab_size
         model.vocab_multiple steps tokens sequence_length batch_sequences batch_tokens
-        data.shuffle_block data.workers data.prefetch
+        data.shuffle_block data.workers data.prefetch optimizer.powersgd_rank
         optimizer.max_skipped evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
         model.moe.top_k model.moe.dim hardware.gpus hardware.ranks_per_host parallel.ep parallel.stages_per_rank
         activations.segments activations.every_n""",
@@ -44,7 +44,8 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         """seed checkpoint.every checkpoint.keep checkpoint.permanent_every evals.every metrics.sample_tokens
         schedule.warmup_steps schedule.warmup_tokens schedule.decay_steps schedule.decay_tokens
-        optimizer.weight_decay model.init_std model.z_loss model.value_embeddings
+        optimizer.weight_decay optimizer.powersgd_start_step model.init_std model.z_loss
+        model.value_embeddings
         model.moe.experts model.moe.shared model.moe.dense_layers model.moe.balance_weight model.moe.bias_rate
         model.moe.z_loss
         parallel.prefetch_forward parallel.prefetch_backward""",
@@ -104,7 +105,7 @@ def check(config: Config, world: World) -> list[Problem]:
         _evals,
         _metrics,
     ]
-    rules += [] if config.eval_only else [_length, _batch, _schedule, activations_rules]
+    rules += [] if config.eval_only else [_length, _batch, _schedule, _compression, activations_rules]
     wrong = {problem.key for problem in problems}
     for rule in rules:
         problems += [problem for problem in rule(config, world) if problem.key not in wrong]
@@ -397,6 +398,38 @@ def _schedule(config: Config, world: World) -> Iterator[Problem]:
             reason,
             f"schedule.warmup_{name}=null for a share of the run, or more steps",
         )
+
+
+def _compression(config: Config, world: World) -> Iterator[Problem]:
+    """Compressed gradients need torch's DDP."""
+    optimizer, parallel, kind = config.optimizer, config.parallel, config.optimizer.compression
+    if kind is not Compress.powersgd:
+        for name in ("powersgd_rank", "powersgd_start_step"):
+            if (value := getattr(optimizer, name)) != getattr(OptimizerConfig(), name):
+                reason = f"is a key of powersgd; the compression is {kind.name}"
+                yield Problem(
+                    f"optimizer.{name}",
+                    value,
+                    reason,
+                    "optimizer.compression=powersgd with parallel=ddp, or leave it out",
+                )
+    if kind is not Compress.none and not parallel.torch_ddp:
+        reason = "is done by torch's DDP, which serves where copies of the model are all that ranks have"
+        ddp = "parallel=ddp, or " if parallel.tp == parallel.pp == 1 else ""
+        yield Problem("optimizer.compression", kind.name, reason, f"{ddp}optimizer.compression=none")
+    elif kind is not Compress.none and config.model.moe.experts > 0:
+        reason = "what routers count is summed as gradients are, and must arrive as it is"
+        yield Problem("optimizer.compression", kind.name, reason, "optimizer.compression=none")
+    if kind is Compress.powersgd:
+        start, steps = optimizer.powersgd_start_step, config.steps
+        if steps is not None and start >= steps >= 1:
+            reason = f"it would not begin in a run of {counted(steps, 'step')}"
+            instead = f"optimizer.powersgd_start_step={steps // 10}, or optimizer.compression=none"
+            yield Problem("optimizer.powersgd_start_step", start, reason, instead)
+        if parallel.allow_mixed_devices:
+            reason = "each rank makes the sum of PowerSGD's factors, and other devices round it otherwise"
+            instead = "parallel.allow_mixed_devices=false, or optimizer.compression=bf16"
+            yield Problem("parallel.allow_mixed_devices", True, reason, instead)
 
 
 def _checkpoint(config: Config, world: World) -> Iterator[Problem]:

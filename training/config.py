@@ -7,7 +7,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.schema import Changes, key
-from parallel.config import ActivationsConfig, CompileConfig, ParallelConfig, PrecisionConfig
+from parallel.config import ActivationsConfig, CompileConfig, Compress, Compression, ParallelConfig, PrecisionConfig
 
 
 class TokenizerKind(Enum):
@@ -89,6 +89,16 @@ class OptimizerConfig:
         10,
         "a step with a non-finite gradient is skipped; so many in a row stop the run at the next read of the metrics",
     )
+    compression: Compress = key(
+        Compress.none,
+        "for slow links, approximate, ddp only: none | bf16 | fp16 (gradients are rounded before they are summed over ranks) | powersgd (those of matrices are summed as two narrow factors, Vogels et al. 2019)",
+    )
+    powersgd_rank: int = key(4, "powersgd: columns of the factors")
+    powersgd_start_step: int = key(1000, "powersgd: first steps, whose gradients are summed whole")
+
+    @property
+    def sums(self) -> Compression:
+        return Compression(self.compression, self.powersgd_rank, self.powersgd_start_step)
 
 
 class ScheduleKind(Enum):

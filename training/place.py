@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.config import Scope
+from parallel.config import Compress, Scope
 from parallel.mesh import build_mesh, launched, start_process_group
 from training.check_layout import compiled_rules
 from training.config import Config
+from training.devices import card_of, mixed_devices
 from training.faults import Stopped, StopRequest
 from training.folder import RunFolder
 from training.metrics.console import Console
@@ -120,10 +121,19 @@ def find_device(wanted: str) -> torch.device:
 
 
 def connect(config: Config, place: Place) -> None:
-    """The process group and the mesh. A single device has neither."""
+    """The process group and the mesh. A single device has neither. Raises Refusal where devices differ."""
     if config.parallel.on_mesh:
         place.ranks = Ranks(start_process_group(place.device, config.parallel.timeout_seconds))
+        cards = place.ranks.gather(card_of(place.device))
+        if not config.parallel.allow_mixed_devices and (problems := mixed_devices(cards, allow_mixed(config))):
+            raise Refusal(problems)
         place.mesh = build_mesh(config.parallel, place.device)
+
+
+def allow_mixed(config: Config) -> str:
+    """What to write to go on with devices of several kinds."""
+    other = " optimizer.compression=bf16" if config.optimizer.compression is Compress.powersgd else ""
+    return f"parallel.allow_mixed_devices=true{other}"
 
 
 def disconnect() -> None:

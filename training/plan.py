@@ -34,10 +34,11 @@ def traffic_of(config: Config, dtype: Dtype) -> tuple[int, list[Traffic]]:
     """A step's collectives of the rank along pp that sends the most, and which it is; none while vocabulary or batch
     are not known. dtype: of the computation, settled."""
     batch = batch_of(config)
-    if batch is None or config.model.vocab_size is None:
+    if batch is None or config.model.vocab_size is None or experts_apart(config.model, config.parallel):
         return 0, []
     layout = (config.model, config.parallel, dtype, config.precision.reduce_dtype, batch, config.activations)
-    found = [traffic(*layout, pipeline_rank=rank) for rank in range(config.parallel.pp)]
+    sums = config.optimizer.sums
+    found = [traffic(*layout, pipeline_rank=rank, compression=sums) for rank in range(config.parallel.pp)]
     most = max(range(len(found)), key=lambda rank: sum(entry.sent_bytes for entry in found[rank]))
     return most, found[most]
 
@@ -57,7 +58,7 @@ def memory_of_ranks(config: Config, dtype: Dtype, parallel: ParallelConfig) -> l
         return []
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     layout = (config.model, parallel, dtype, config.precision.reduce_dtype, batch, config.activations, moments)
-    return [memory(*layout, rank) for rank in range(parallel.pp)]
+    return [memory(*layout, rank, config.optimizer.sums) for rank in range(parallel.pp)]
 
 
 def settle_activations(config: Config, dtype: Dtype, memory_bytes: float | None) -> str:
@@ -105,7 +106,10 @@ def _cannot_again(config: Config) -> bool:
 
 def unplanned(config: Config) -> str:
     """What the plans of this config leave out; "" where nothing."""
-    return "memory is not planned for a model with experts in this version" if config.model.moe.experts > 0 else ""
+    if config.model.moe.experts == 0:
+        return ""
+    what = "memory and traffic are" if experts_apart(config.model, config.parallel) else "memory is"
+    return f"{what} not planned for a model with experts in this version"
 
 
 def gib(used: float, of: float) -> str:

@@ -241,7 +241,7 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
         place.console.warn(f"the held-out text is not the one {saved.folder} was scored on before")
     claim_scores(chosen, place, saved)
     connect(config, place)
-    spread = spread_model(config, place, settle(config.precision, place.device))
+    spread = spread_model(config, place, settle(config.precision, place.device, place.ranks.all))
     suite = build_suite(config, place, text, spread)
     load_model(Store(saved.folder.parent, place.ranks), saved, spread)
     place.console.say(f"scoring {saved.folder}")

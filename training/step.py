@@ -54,6 +54,8 @@ class Step:
             clip(self.parameters, result.grad_norm, self.clip_norm)
         self.optimizer.step(lr, result.skipped)
         balance(self.spread.model, result.skipped)
+        if self.spread.powersgd is not None:
+            self.spread.powersgd.keep(result.skipped)
         if agreement is not None:
             agreement.check_state()
         self.zero_grad()
@@ -83,6 +85,8 @@ class Step:
                     self.phase = "the backward pass"
                     (loss / divisor).sum().backward()
                     loss_sum += loss.detach().sum()
+        if self.spread.powersgd is not None:
+            self.spread.powersgd.sum_gradients()
         if self.spread.alike:
             assert self.mesh is not None
             sum_alike(self.spread.model, self.spread.alike, self.mesh)

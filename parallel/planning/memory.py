@@ -8,7 +8,16 @@ from itertools import pairwise
 
 from models.config import ModelConfig
 from models.shapes import Shapes
-from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Strategy
+from parallel.config import (
+    UNCOMPRESSED,
+    ActivationsConfig,
+    Compress,
+    Compression,
+    Dtype,
+    ParallelConfig,
+    Recompute,
+    Strategy,
+)
 from parallel.planning.activations import context_bytes, peak_bytes, running_bytes, waiting_bytes
 from parallel.planning.layout import (
     BYTES,
@@ -22,7 +31,7 @@ from parallel.planning.layout import (
     values,
 )
 from parallel.planning.stages import Order, as_scheduled, held_stages, order_of, stage_shapes
-from parallel.planning.traffic import Batch, reductions
+from parallel.planning.traffic import ROUNDED_BYTES, Batch, reductions
 from parallel.recomputation import segment_borders, settled
 
 
@@ -34,7 +43,7 @@ class Memory:
     gradients: int  # of the masters
     optimizer: int  # the moments
     copies: int  # parameters in the compute dtype, and those gathered at once
-    reduction: int  # gradients that are not yet summed
+    reduction: int  # gradients that are not yet summed; PowerSGD's errors
     activations: int
 
     @property
@@ -72,6 +81,7 @@ def memory(
     activations: ActivationsConfig,
     moments: int,
     pipeline_rank: int = 0,
+    compression: Compression = UNCOMPRESSED,
 ) -> Memory:
     """The peak of the first rank along dp_shard and tp. `moments`: the optimizer's values for each of the parameters';
     AdamW 2, SGD 1. Raises ValueError while the vocabulary is not known, and for a model with experts. With a pipeline
@@ -84,6 +94,7 @@ def memory(
     kept = as_scheduled(activations, parallel)
     if parallel.strategy is Strategy.single or parallel.torch_ddp:
         copies, reduction = _whole(shapes, order, parallel, compute)
+        reduction += _compressed(shapes[0], compute, compression) if parallel.torch_ddp else 0
     else:
         copies, reduction = _sharded(shapes, as_sharded(parallel), compute, reduce, batch, _at_once(model, kept))
     tokens, tp = batch.micro_batch * batch.sequence_length, parallel.tp
@@ -104,6 +115,15 @@ def _whole(shapes: dict[int, Shapes], order: Order, parallel: ParallelConfig, co
     beside = parallel.torch_ddp and not parallel.gradient_as_bucket_view
     buckets = sum(held.values()) * master_bytes(compute) if beside else 0
     return round(peak_bytes(order, low, low)), round(max(low.values())) + buckets
+
+
+def _compressed(shapes: Shapes, compute: Dtype, compression: Compression) -> int:
+    """Rounded gradients, which all wait for a slow link; PowerSGD's errors, until the end of a step also the new
+    ones."""
+    if compression.kind is Compress.powersgd:
+        cut = {name: shape for name, shape in shapes.items() if compression.factors(shape) is not None}
+        return 2 * values(cut) * master_bytes(compute)
+    return values(shapes) * ROUNDED_BYTES if compression.kind is not Compress.none else 0
 
 
 def _at_once(model: ModelConfig, activations: ActivationsConfig) -> int:

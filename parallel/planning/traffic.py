@@ -10,7 +10,19 @@ from enum import Enum
 
 from models.config import ModelConfig
 from models.shapes import Shapes, has_gradient, in_router, parameter_shapes
-from parallel.config import ActivationsConfig, Context, Dtype, ParallelConfig, Recompute, Reduce, Strategy
+from parallel.config import (
+    UNCOMPRESSED,
+    ActivationsConfig,
+    Compress,
+    Compression,
+    Context,
+    Dtype,
+    ParallelConfig,
+    Recompute,
+    Reduce,
+    Strategy,
+    experts_apart,
+)
 from parallel.planning.layout import (
     BYTES,
     as_sharded,
@@ -27,6 +39,7 @@ from parallel.planning.stages import Order, Stage, as_scheduled, held_stages, or
 from parallel.recomputation import recomputed_layers, segment_borders, settled
 
 COUNT_BYTES = 8  # of the number of predicted tokens, a float64
+ROUNDED_BYTES = 2  # of a value of a gradient in bf16 or fp16
 ALL, BLOCKS, ALIKE = "all", "blocks", "norms, positions, biases"
 RESIDENT = 3  # stages of a rank whose parameters torch's schedules keep gathered, those it comes to next
 
@@ -89,17 +102,21 @@ def traffic(
     tensor_rank: int = 0,
     shard_rank: int = 0,
     pipeline_rank: int = 0,
+    compression: Compression = UNCOMPRESSED,
 ) -> list[Traffic]:
     """All collectives of a training step over axes of more than one rank, and what is sent from rank to rank.
     `compute`: settled, not auto. `tensor_rank`, `shard_rank`: where sizes do not divide, later ranks along tp and
     dp_shard move less. `pipeline_rank`: each has its own stages; where FSDP2 shares them out this imports torch.
-    Raises ValueError while the vocabulary is not known."""
+    `compression`: with PowerSGD of a step after it has begun. Raises ValueError while the vocabulary is not known, and
+    for experts apart from their layer."""
+    if experts_apart(model, parallel):
+        raise ValueError("what experts apart from their layer move has no formula yet")
     held = held_stages(model, parallel, pipeline_rank)
     shapes = {stage.index: stage_shapes(model, parallel, stage) for stage in held}
     together = {name: shape for of_stage in shapes.values() for name, shape in of_stage.items()}
     found = [*_tokens(parallel)]
     if parallel.torch_ddp:
-        found += _ddp(model, parallel, compute)
+        found += _ddp(model, parallel, compute, compression)
     elif parallel.strategy is not Strategy.single:
         order = order_of(parallel, batch.accumulation, pipeline_rank)
         cut = {stage: tensor_shapes(of_stage, parallel.tp, tensor_rank) for stage, of_stage in shapes.items()}
@@ -152,12 +169,25 @@ def buckets(shapes: Shapes, value_bytes: int, cap_mb: float) -> list[int]:
     return [*found, filled] if filled else found
 
 
-def _ddp(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
-    """Every gradient is summed once a step, in the masters' dtype: a rank sends 2(N-1)/N times the gradient's bytes."""
+def _ddp(model: ModelConfig, parallel: ParallelConfig, compute: Dtype, compression: Compression) -> Iterator[Traffic]:
+    """Every gradient is summed once a step, in the masters' dtype: a rank sends 2(N-1)/N times the gradient's bytes; or
+    in two bytes a value. With PowerSGD all left factors together, all right ones, and all that has none."""
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if has_gradient(name)}
-    sizes = buckets(shapes, master_bytes(compute), parallel.bucket_cap_mb)
-    ranks = parallel.copies
-    yield Traffic("dp_replicate", ranks, Collective.all_reduce, "gradients", ALL, len(sizes), sum(sizes))
+    each, ranks = master_bytes(compute), parallel.copies
+
+    def gradients(what: str, parts: str, number: int, size: int) -> Traffic:
+        return Traffic("dp_replicate", ranks, Collective.all_reduce, what, parts, number, size)
+
+    if compression.kind is Compress.powersgd:
+        cut = {name: factors for name, shape in shapes.items() if (factors := compression.factors(shape)) is not None}
+        low = sum((rows + columns) * rank for rows, columns, rank in cut.values())
+        whole = values({name: shape for name, shape in shapes.items() if name not in cut})
+        yield gradients("factors of gradients", "matrices", 2 * bool(cut), low * each)
+        yield gradients("gradients", "all else", 1, whole * each)
+        return
+    sizes = buckets(shapes, each, parallel.bucket_cap_mb)
+    sent = each if compression.kind is Compress.none else ROUNDED_BYTES
+    yield gradients("gradients", ALL, len(sizes), sum(sizes) // each * sent)
 
 
 @dataclass
@@ -227,8 +257,8 @@ def _whole(held: Shapes, parallel: ParallelConfig, compute: Dtype) -> Iterator[T
     (parallel.gradients.sum_whole)."""
     size = values({name: shape for name, shape in held.items() if in_router(name) and has_gradient(name)})
     if size > 0:
-        for axis in ("dp_replicate", "dp_shard"):
-            ranks, size_bytes = getattr(parallel, axis), size * master_bytes(compute)
+        for axis, ranks in (("dp_replicate", parallel.copies), ("dp_shard", parallel.shards)):
+            size_bytes = size * master_bytes(compute)
             yield Traffic(axis, ranks, Collective.all_reduce, "gradients", "routers", 1, size_bytes)
 
 

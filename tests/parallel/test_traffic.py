@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.flops import parameters
-from parallel.config import Dtype
+from parallel.config import Compress, Dtype
 from parallel.mesh import data_coordinate, start_process_group
 from parallel.planning.counter import CollectiveCounter, Key
 from parallel.planning.traffic import Batch, Traffic, traffic
@@ -156,7 +156,8 @@ def formula(config: Config, place: Place = (0, 0, 0)) -> list[Traffic]:
     )
     precision = config.precision
     dtypes = precision.dtype, precision.reduce_dtype
-    return traffic(config.model, config.parallel, *dtypes, batch, config.activations, *place)
+    kept, sums = config.activations, config.optimizer.sums
+    return traffic(config.model, config.parallel, *dtypes, batch, kept, *place, compression=sums)
 
 
 def summed(entries: list[Traffic], one_group: bool = False) -> Counts:
@@ -195,6 +196,23 @@ def differing(ranks: int, some: list[Case]) -> list[str]:
             planned = summed(formula(config, place), one_group=config.parallel.cp == ranks)
             different += [f"{case}: {place} counted {counted}, planned {planned}"] if counted != planned else []
     return different
+
+
+def test_compressed_gradients() -> None:
+    cases = []
+    for kind in (Compress.bf16, Compress.fp16, Compress.powersgd):
+        case = Case(layout(2, "parallel=ddp parallel.bucket_cap_mb=0.03"), 3, Training("untied", "sgd", "fp32"))
+        config = config_of(case)
+        config.optimizer.compression, config.optimizer.powersgd_rank = kind, 3
+        config.optimizer.powersgd_start_step = 2
+        cases.append((case, config))
+    for of_rank in run_ranks(2, count, cases):
+        for (_, config), (counted, place) in zip(cases, of_rank, strict=True):
+            assert counted == summed(formula(config, place)), config.optimizer.compression
+    exact, rounded, _, factors = (formula(config) for _, config in [(None, config_of(case)), *cases])
+    (whole,), (half,) = ([entry for entry in of if entry.what == "gradients"] for of in (exact, rounded))
+    assert whole.buffer_bytes == 2 * half.buffer_bytes
+    assert sum(entry.buffer_bytes for entry in factors) < half.buffer_bytes / 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

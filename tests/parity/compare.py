@@ -175,7 +175,7 @@ def build(config: Config, mesh: DeviceMesh | None) -> tuple[Spread, WatchedStep]
     precision = settle(config.precision, CPU)
     reduce = config.precision.reduce_dtype
     layout = (config.parallel, precision, reduce, config.compile, config.activations)
-    spread = parallelize(config.model, mesh, *layout, config.seed, CPU)
+    spread = parallelize(config.model, mesh, *layout, config.seed, CPU, config.optimizer.sums)
     optimizer = build_optimizer(config.optimizer, spread.model)
     return spread, WatchedStep(spread, mesh, optimizer, config.optimizer.clip)
 

@@ -67,6 +67,10 @@ def test_the_default_is_right() -> None:
         ("optimizer__lr", float("inf"), "optimizer.lr=0.001"),
         ("optimizer__beta2", 1.0, "optimizer.beta2=0.95"),
         ("optimizer__clip", -1.0, "optimizer.clip=1.0"),
+        ("optimizer__compression", "bf16", "parallel=ddp, or optimizer.compression=none"),
+        ("optimizer__powersgd_rank", 2, "optimizer.compression=powersgd"),
+        ("optimizer__powersgd_rank", 0, "optimizer.powersgd_rank=1"),
+        ("optimizer__powersgd_start_step", -1, "optimizer.powersgd_start_step=0"),
         ("data__heldout", 1.0, "data.heldout=0.05"),
         ("data__heldout", 0.0, "evals=none"),
         ("data__files", ["a"], "data=text"),
@@ -449,6 +453,32 @@ def test_degrees_that_are_suggested_are_legal(
             mended = {name.replace(".", "__"): int(value) for name, value in typed.items()}
             left = check(made(world, chosen, **(open_degree[chosen] | given | sizes | mended)), world)
             assert key not in {other.key for other in left}, (problem, way, left)
+
+
+def test_compressed_gradients_need_torchs_ddp() -> None:
+    world = World(2, 2)
+    for kind in ("bf16", "fp16", "powersgd"):
+        asked = {"optimizer__compression": kind, "steps": 5000}
+        assert problems(world, "ddp", parallel__dp_replicate=2, **asked) == {}
+        assert problems(world, "ddp", parallel__dp_replicate=2, eval_only=True, **asked).keys() == {"eval_only"}
+        found = problems(world, "fsdp2", parallel__dp_shard=2, **asked)
+        assert {key: problem.instead for key, problem in found.items()} == {
+            "optimizer.compression": "parallel=ddp, or optimizer.compression=none"
+        }
+        found = problems(world, "ddp", parallel__dp_replicate=1, parallel__tp=2, **asked)
+        assert [problem.instead for problem in found.values()] == ["optimizer.compression=none"]
+
+
+def test_powersgd_begins_within_the_run_and_on_devices_that_round_alike() -> None:
+    asked: dict[str, Any] = {"parallel__dp_replicate": 2, "optimizer__compression": "powersgd"}
+    found = problems(World(2, 2), "ddp", steps=50, **asked)
+    assert [problem.instead for problem in found.values()] == [
+        "optimizer.powersgd_start_step=5, or optimizer.compression=none"
+    ]
+    assert problems(World(2, 2), "ddp", steps=50, optimizer__powersgd_start_step=49, **asked) == {}
+    asked |= {"steps": 5000, "parallel__allow_mixed_devices": True}
+    assert problems(World(2, 2), "ddp", **asked).keys() == {"parallel.allow_mixed_devices"}
+    assert problems(World(2, 2), "ddp", **(asked | {"optimizer__compression": "bf16"})) == {}
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])

@@ -37,6 +37,16 @@ def test_ddp() -> None:
     assert row.split() == ["dp_replicate", "8", "gradients,", "all-reduce", "all", f"{sent:,.2f}"]
 
 
+def test_powersgd() -> None:
+    """Two factors of four columns: of four matrices in each of 12 blocks, of tokens and of positions."""
+    overrides = "model=gpt2_124m parallel=ddp batch_sequences=64 steps=10000 optimizer.compression=powersgd"
+    *_, factors, whole = axes_table(resolved(overrides, World(8, 8)), Dtype.bf16).splitlines()
+    matrices = 12 * (2304 + 768 + 768 + 768 + 3072 + 768 + 768 + 3072) + 50304 + 768 + 1024 + 768
+    vectors = 12 * (2304 + 768 + 3072 + 768 + 4 * 768) + 2 * 768
+    assert f"{2 * 7 / 8 * 4 * 4 * matrices / 1e6:,.2f}" == factors.split()[-1] == "5.61"
+    assert f"{2 * 7 / 8 * 4 * vectors / 1e6:,.2f}" == whole.split()[-1] == "0.85"
+
+
 def test_each_axis_above_one_has_its_rows_and_numbers_have_none() -> None:
     config = resolved("model=gpt2_124m parallel=hsdp parallel.tp=2 batch_sequences=64", World(16, 8))
     lines = axes_table(config, Dtype.bf16).splitlines()[2:]

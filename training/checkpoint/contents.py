@@ -1,6 +1,7 @@
 """What a run saves and where it goes on: the model and optimizer as one flat state, with what must be known to go
 on."""
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from training.checkpoint.store import SaveFailed, Store
 from training.config import CheckpointConfig, Load
 from training.optimizers.base import Optimizer
 
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL, OPTIMIZER, POWERSGD = "model.", "optimizer.", "powersgd."
+
+log = logging.getLogger(__name__)
 
 
 def model_state(model: Decoder) -> dict[str, Tensor]:
@@ -41,7 +44,12 @@ class Checkpoints:
     def state(self) -> dict[str, Tensor]:
         copies = tuple(f"{name}." for name in self.spread.model.copies)
         optimizer = {name: value for name, value in self.optimizer.tensors().items() if not name.startswith(copies)}
-        return model_state(self.spread.model) | {OPTIMIZER + name: value for name, value in optimizer.items()}
+        powersgd = self.spread.powersgd.tensors() if self.spread.powersgd is not None else {}
+        return (
+            model_state(self.spread.model)
+            | {OPTIMIZER + name: value for name, value in optimizer.items()}
+            | {POWERSGD + name: value for name, value in powersgd.items()}
+        )
 
     def due(self, step: int) -> bool:
         return self.config.every > 0 and step % self.config.every == 0
@@ -59,11 +67,27 @@ class Checkpoints:
         return self.store.save(step, self.state(), info | self.about)
 
     def restore(self, saved: Saved, parts: Load) -> None:
-        if parts is Load.all:
-            self.store.load(saved, self.state())
-            self.spread.copy_shared(self.optimizer.tensors())
-        else:
+        if parts is not Load.all:
             load_model(self.store, saved, self.spread)
+            return
+        state = self.state()
+        if self.spread.powersgd is not None:
+            self.spread.powersgd.steps_done = saved.info["step"]
+            if begun_anew := self._other_powersgd(saved):
+                state = {name: value for name, value in state.items() if not name.startswith(POWERSGD)}
+                if self.store.ranks.rank == 0:
+                    log.warning("PowerSGD starts anew, without its errors of before: %s", begun_anew)
+        self.store.load(saved, state)
+        self.spread.copy_shared(self.optimizer.tensors())
+
+    def _other_powersgd(self, saved: Saved) -> str:
+        """Why the PowerSGD state of a checkpoint, each rank's own, is of no use here; "" where it is."""
+        if (ranks := saved.info["ranks"]) != self.about["ranks"]:
+            return f"{saved.folder} was saved by {ranks} ranks, and there are {self.about['ranks']}"
+        for key in ("optimizer.compression", "optimizer.powersgd_rank"):
+            if (before := saved.info["config"].get(key)) != (now := self.about["config"][key]):
+                return f"{saved.folder} was saved with {key}={before}, and it is {now}"
+        return ""
 
     def test_restore(self, step: int, tokens: int, skipped_steps: int) -> tuple[float, float]:
         """Saves to the real destination, reads it back, compares bit by bit and deletes it. Returns the seconds of
