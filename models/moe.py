@@ -209,13 +209,13 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, taken: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.rows = x.shape[0]
+        ctx.each = x.shape[0], taken.shape[0] // max(x.shape[0], 1)  # both 0 where no token comes
         return x.index_select(0, taken)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
-        return gradient.index_select(0, back).unflatten(0, (ctx.rows, -1)).sum(1), None, None
+        return gradient.index_select(0, back).unflatten(0, ctx.each).sum(1), None, None
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
