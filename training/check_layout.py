@@ -332,27 +332,21 @@ def _context(config: Config, world: World) -> Iterator[Problem]:
 def _experts(config: Config) -> Iterator[Problem]:
     """What ranks with different experts need."""
     model, parallel, ep = config.model, config.parallel, config.parallel.ep
-    if config.compile.scope in (Scope.block, Scope.model) and experts_apart(model, parallel):
-        reason = (
-            "experts that are spread by themselves take any number of tokens, which is not compiled in this version"
-        )
-        yield Problem(
-            "compile.scope", config.compile.scope.name, reason, "compile=none, or parallel.ep=1 parallel.tp=1"
-        )
-    if ep < 2:
+    scope, experts = config.compile.scope, model.moe.experts
+    if scope in (Scope.block, Scope.model) and experts_apart(model, parallel):
+        reason = "experts apart from their layer take any number of tokens, which is not compiled in this version"
+        yield Problem("compile.scope", scope.name, reason, "compile=none, or parallel.ep=1 parallel.tp=1")
+    if ep < 2 or experts < 0:
         return
-    experts, ranks = model.moe.experts, parallel.dp_shard * parallel.cp * parallel.tp
     if experts == 0:
         yield Problem("parallel.ep", ep, "the model has no experts", f"parallel.ep=1, or model.moe.experts={4 * ep}")
-    elif experts > 0 and min(parallel.dp_shard, parallel.cp, parallel.tp) >= 1 and (experts % ep or ranks % ep):
+        return
+    degrees = parallel.dp_shard, parallel.cp, parallel.tp
+    ranks = math.prod(degrees)
+    if min(degrees) >= 1 and (experts % ep != 0 or ranks % ep != 0):
         legal = alternatives("parallel.ep", divisors_around(math.gcd(experts, ranks), ep))
-        reason = (
-            f"must divide model.moe.experts={experts} and the ranks that share a copy, dp_shard x cp x tp = {ranks}"
-        )
-        yield Problem("parallel.ep", ep, reason, legal)
-    if config.compile.scope in (Scope.block, Scope.model) and experts > 0:
-        reason = "experts on other ranks take any number of tokens, which is not compiled in this version"
-        yield Problem("compile.scope", config.compile.scope.name, reason, "compile=none, or parallel.ep=1")
+        shared = f"the ranks that share a copy, dp_shard x cp x tp = {ranks}"
+        yield Problem("parallel.ep", ep, f"must divide model.moe.experts={experts} and {shared}", legal)
 
 
 def _enough(size: int, ranks: int) -> bool:

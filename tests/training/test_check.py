@@ -137,13 +137,6 @@ def test_keys_of_experts(values: dict[str, Any], instead: str) -> None:
     assert problems(**given | {word.replace(".", "__"): meant}) == {}
 
 
-def test_experts_are_not_cut_in_this_version() -> None:
-    experts: dict[str, Any] = {"model__moe__experts": 8}
-    assert problems(World(2, 2), **experts, parallel__tp=2)["parallel.tp"].instead == "parallel=fsdp2 parallel.tp=1"
-    offloaded = problems(strategy="fsdp2", **experts, parallel__cpu_offload=True)
-    assert offloaded["parallel.cpu_offload"].instead.startswith("parallel.cpu_offload=false")
-
-
 def test_every_rule_is_of_a_key_and_every_number_has_one() -> None:
     ruled = [name for names, _, _ in RANGES for name in names.split()]
     assert len(ruled) == len(set(ruled))
@@ -424,6 +417,42 @@ def test_context_parallelism(values: dict[str, Any], key: str, reason: str, inst
     assert set(found) == {key}
     assert reason in found[key].reason
     assert instead in found[key].instead
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "reason", "instead"),
+    [
+        ({"parallel__ep": 3}, "parallel.ep", "model.moe.experts=8", "parallel.ep=2 or parallel.ep=4"),
+        ({"model__moe__experts": 6}, "parallel.ep", "dp_shard x cp x tp = 8", "parallel.ep=2"),
+        ({"model__moe__experts": 0}, "parallel.ep", "no experts", "parallel.ep=1, or model.moe.experts=16"),
+        ({"parallel__ep": 0}, "parallel.ep", "at least 1", "parallel.ep=1"),
+        ({"compile__scope": "block"}, "compile.scope", "any number of tokens", "compile=none"),
+        ({"compile__scope": "block", "parallel__ep": 1, "parallel__tp": 2}, "compile.scope", "any number", "tp=1"),
+        ({"activations__mode": "selective"}, "activations.mode", "keep nothing", "activations=full"),
+        ({"parallel__cpu_offload": True}, "parallel.cpu_offload", "routers stay", "parallel.cpu_offload=false"),
+    ],
+)
+def test_expert_parallelism(values: dict[str, Any], key: str, reason: str, instead: str) -> None:
+    usual = {"parallel__ep": 4, "parallel__dp_shard": -1, "model__moe__experts": 8}
+    found = problems(World(8, 8), "fsdp2", **(usual | values))
+    assert set(found) == {key}
+    assert reason in found[key].reason
+    assert instead in found[key].instead
+
+
+def test_experts_borrow_ranks_from_every_axis_that_shares_a_copy() -> None:
+    for degrees in (
+        {"dp_shard": -1},
+        {"cp": 8},
+        {"tp": 2, "cp": 4},
+        {"tp": 2, "dp_shard": 4},
+        {"cp": 2, "dp_shard": 4},
+    ):
+        given = {f"parallel__{axis}": degree for axis, degree in degrees.items()}
+        sizes = {"model__moe__experts": 8, "model__heads": 8, "model__dim": 64, "batch_sequences": 24, "micro_batch": 1}
+        assert problems(World(8, 8), "fsdp2", parallel__ep=8, **given, **sizes) == {}
+    found = problems(World(4, 4), "ddp", parallel__ep=2, parallel__dp_replicate=-1, model__moe__experts=8)
+    assert "dp_shard x cp x tp = 1" in found["parallel.ep"].reason  # copies are whole
 
 
 @settings(deadline=None, max_examples=200)
