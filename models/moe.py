@@ -42,8 +42,6 @@ class Router(nn.Module):
     gradients over micro-batches and ranks counts each token once. The same for `dropped`, the assignments above
     capacity. `bias`: added to the scores where experts are chosen, not where they are weighted."""
 
-    share: Tensor  # 1 / predicted tokens of the step: what a token's auxiliary loss counts
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.moe, experts = config.moe, config.moe.experts
@@ -56,8 +54,9 @@ class Router(nn.Module):
             self.dropped = nn.Parameter(torch.empty(1))
             specs["dropped"] = counted
         specify(self, **specs)
-        self.register_buffer("share", torch.zeros(()), persistent=False)
         self.sequences: WholeSequences = WholeSequences()
+        # 1 / predicted tokens of the step: what a token's auxiliary loss counts. No buffer, which DDP would broadcast.
+        self.share = torch.zeros(())
 
     def forward(self, x: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """x: [batch, seq, dim]. Returns each token's experts and their weights, [batch, seq, top_k] both."""

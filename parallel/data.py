@@ -32,7 +32,6 @@ class Replicated:
             bucket_cap_mb=config.bucket_cap_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
-            broadcast_buffers=False,  # every rank sets them to the same
             init_sync=False,  # every rank drew the same values, and check_replicas compares them
         )
         how = BucketSum(mesh.get_group("dp_replicate"), ROUNDED.get(compress), powersgd)

@@ -5,6 +5,7 @@ from torch import nn
 
 from models.decoder import Decoder
 from models.init import initial_rows
+from models.moe import routers
 from models.roles import parameter_specs
 from parallel.local import is_sharded, local, local_region
 
@@ -16,9 +17,8 @@ def materialize(model: Decoder, seed: int, device: torch.device, storage: torch.
     if any(is_sharded(parameter) for parameter in model.parameters()):
         model.to_empty(device=storage or device)
         model.tie()
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros_like(buffer, device=device))
+    for router in routers(model):
+        router.share = torch.zeros((), dtype=router.weight.dtype, device=device)
     for name, spec in parameter_specs(model).items():
         parameter = model.get_parameter(name)
         rows, *others = local_region(parameter)

@@ -59,9 +59,10 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # DTensor makes plain operators and collectives of it, which come here again
-        if func.namespace == "espalier":  # operators of ours that communicate inside
+        own = ring.INSIDE.get(func.overloadpacket.__name__) if func.namespace == "espalier" else None
+        if own is not None:  # an operator of ours that communicates inside
             with self:
-                return ring.INSIDE[func.overloadpacket.__name__](*args, **(kwargs or {}))
+                return own(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func.namespace in NAMESPACES:
             group = next(filter(None, map(_group, (*args, *(kwargs or {}).values()))), None)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from models.config import Attention as Kernel
-from models.config import ModelConfig
+from models.config import ModelConfig, MoE
 from models.decoder import Decoder
-from models.flops import flops_per_token, parameters
+from models.flops import active_parameters, flops_per_token, parameters
 from tests.models.build import random_decoder, random_tokens, tiny
 from tests.ranks import ROOT, run_ranks
 
@@ -48,6 +48,18 @@ def test_parameters_of_other_shapes(
     config = tiny(**shape, vocab_multiple=1)
     assert parameters(config) == sum(parameter.numel() for parameter in Decoder(config).parameters())
     assert parameters(tiny(**shape, vocab_multiple=128)) == parameters(config)
+
+
+def test_parameters_of_experts() -> None:
+    """A router's row and two matrices an expert; what it counts is no parameter."""
+    moe = MoE(experts=5, top_k=2, dim=14, shared=1, dense_layers=1)
+    dense, sparse = tiny(layers=3, bias=False), tiny(layers=3, bias=False, moe=moe)
+    dim, ffn, expert = 24, 96, 2 * 24 * 14
+    assert parameters(sparse) - parameters(dense) == 2 * (5 * dim + (5 + 1) * expert - 2 * dim * ffn)
+    assert parameters(sparse) - active_parameters(sparse) == 2 * 3 * expert
+    assert active_parameters(dense) == parameters(dense)
+    more = flops_per_token(sparse, 8) - flops_per_token(dense, 8)
+    assert more == 6 * 2 * (5 * dim + (2 + 1) * expert - 2 * dim * ffn)
 
 
 def counted_flops(config: ModelConfig, batch: int, seq: int) -> int:

@@ -41,6 +41,15 @@ def test_each_block_is_one_draw_of_its_own_generator() -> None:
     assert torch.equal(rows(WEIGHT, 2500, seed=5), torch.cat(expected))
 
 
+def test_an_expert_is_a_block() -> None:
+    shape = torch.Size((5, 3, 2))
+    whole = initial_rows(WEIGHT, "w", shape, 5, CPU)
+    for expert in range(5):
+        generator = torch.Generator().manual_seed(derive(5, "w", expert))
+        assert torch.equal(whole[expert], torch.randn(3, 2, generator=generator) * 0.02)
+        assert torch.equal(initial_rows(WEIGHT, "w", shape, 5, CPU, expert, expert + 1), whole[expert : expert + 1])
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.sampled_from([1, 1000, 1024, 1025, 2500]), st.booleans())
 def test_any_range_of_rows_is_drawn_alone(data: st.DataObject, count: int, padded: bool) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoE
 from models.decoder import Decoder
 from models.shapes import parameter_shapes
 
@@ -21,6 +21,8 @@ SMALL = ModelConfig(layers=2, dim=24, heads=4, vocab_size=67, context=9)
         replace(SMALL, kv_heads=1, fused_qkv=False),
         replace(SMALL, layers=5, x0=True, kv_heads=2),
         replace(SMALL, layers=5, skips=True, bias=False, value_embeddings=2),
+        replace(SMALL, moe=MoE(experts=5, dense_layers=1, shared=2, dim=14)),
+        replace(SMALL, bias=False, moe=MoE(experts=3, capacity_factor=1.0)),
     ],
     ids=str,
 )

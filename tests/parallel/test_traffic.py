@@ -105,11 +105,13 @@ CASES = [
     *[Case(of, 3, Training("streams for tp", "sgd", "fp32")) for of in [*MIXED, *RECOMPUTED[:4]]],
     *[Case(of, 3, Training("grouped heads", "sgd", "fp32")) for of in CONTEXT],
     *[Case(of, 3, Training("untied", "sgd", "bf16")) for of in LOW],
+    *[Case(of, n, Training("experts", "sgd", "bf16")) for of in LOW for n in (1, 3)],
     *[Case(of, 3, Training("three matrices", "sgd", "bf16")) for of in LOW_TENSOR],
 ]
 PIPELINE_CASES = [
     *[Case(of, number, Training(model, "sgd", "fp32")) for of, number, model in PIPELINES],
     Case(layout(2, "parallel=pp"), 3, Training("streams for pp", "sgd", "bf16")),
+    Case(layout(4, "parallel=fsdp2 parallel.pp=2"), 3, Training("experts for pp", "sgd", "fp32")),
 ]
 
 

@@ -11,7 +11,7 @@ from tests.parity.layouts import Layout, layout
 from tests.ranks import run_ranks
 from training.config import Config
 
-WHOLE, CUT = ("tied", "untied"), "tied for tp"
+WHOLE, CUT = ("tied", "untied", "experts in bf16"), "tied for tp"
 
 
 def trained(config: Config) -> tuple[list[Whole], Whole]:

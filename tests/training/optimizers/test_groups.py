@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoE
 from models.decoder import Decoder
 from tests.models.build import tiny
 from training.optimizers.groups import decay_groups
@@ -28,3 +28,10 @@ def test_every_parameter_is_in_one_group(tied: bool, bias: bool) -> None:
     assert decayed.parameters | rest.parameters == named
     assert {name for name, p in named.items() if p.dim() >= 2} == set(decayed.parameters)
     assert (decayed.weight_decay, rest.weight_decay) == (0.3, 0.0)
+
+
+def test_what_routers_count_is_in_no_group() -> None:
+    decayed, rest = decay_groups(Decoder(tiny(layers=1, moe=MoE(experts=4))), 0.3)
+    kept = {name.removeprefix("blocks.0.feedforward.") for name in decayed.parameters if "feedforward." in name}
+    assert kept == {"router.weight", "experts.up", "experts.down"}
+    assert not any("router" in name for name in rest.parameters)
