@@ -54,10 +54,10 @@ def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
         reason = "torch's static graph needs the gradients to be summed in the first backward pass"
         yield Problem("parallel.static_graph", True, reason, "one micro-batch a step (a larger micro_batch), or false")
     default = ParallelConfig()
-    if parallel.strategy is Strategy.ddp and (parallel.tp > 1 or parallel.pp > 1):
+    if parallel.strategy is Strategy.ddp and not parallel.torch_ddp:
         for name in DDP_KEYS:
             if getattr(parallel, name) != getattr(default, name):
-                reason = "is a key of torch's DDP, which serves where parallel.tp and parallel.pp are 1"
+                reason = "is a key of torch's DDP, which serves where parallel.tp, pp and ep are 1"
                 yield Problem(f"parallel.{name}", getattr(parallel, name), reason, "leave it out")
     for strategy, names in ((Strategy.ddp, DDP_KEYS), (Strategy.fsdp2, FSDP2_KEYS)):
         for name in names if parallel.strategy is not strategy else ():

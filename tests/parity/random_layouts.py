@@ -1,5 +1,6 @@
 """Random legal layouts of 1 to 8 ranks for random models of odd sizes, and random ways of making one illegal."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from models.config import Balance, Score
 from parallel.config import (
     ActivationsConfig,
     Context,
@@ -17,10 +19,12 @@ from parallel.config import (
     Schedule,
     Scope,
     Strategy,
+    experts_apart,
 )
 from parallel.pipeline import sends_to_itself
 from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
 from training.check import accumulation, check
+from training.check_layout import DDP_KEYS
 from training.config import Config, OptimizerKind, leaves
 from training.refusal import Refusal
 from training.resolve import Chosen, World, data_ranks, resolve
@@ -69,8 +73,11 @@ def draw(random: Random, number: int) -> Drawn:
     draw_model(random, config)
     times = draw_pipeline(random, config, pp)
     draw_parallel(random, config.parallel, there, times)
+    draw_experts(random, config)
     if pp == 1 or config.parallel.schedule not in SPLIT:
         draw_activations(random, config.activations, config.model.layers)
+    if experts_apart(config.model, config.parallel) and config.activations.mode is Recompute.selective:
+        config.activations.mode = Recompute.full
     config.micro_batch = random.randint(1, 3)
     config.batch_sequences = there * times * config.micro_batch
     config.model.value_embeddings = random.randint(0, config.model.layers // 2)
@@ -146,6 +153,26 @@ def draw_parallel(random: Random, parallel: ParallelConfig, there: int, times: i
         if parallel.pp > 1:
             parallel.reduce = Reduce.auto
             parallel.reshard_after_forward = parallel.schedule not in SPLIT and random.random() < 0.5
+
+
+def draw_experts(random: Random, config: Config) -> None:
+    """For some models, on ranks of every axis that shares a copy."""
+    if random.random() < 0.6:
+        return
+    moe, parallel, default = config.model.moe, config.parallel, ParallelConfig()
+    moe.experts, moe.dim, moe.shared = random.choice([2, 3, 4, 6, 8]), random.randint(5, 30), random.randint(0, 2)
+    moe.top_k = random.randint(1, min(3, moe.experts - 1))
+    moe.normalize = moe.top_k > 1 and random.random() < 0.5
+    moe.dense_layers = random.randint(0, config.model.layers - 1)
+    moe.score, moe.balance = random.choice(list(Score)), random.choice(list(Balance))
+    moe.bias_rate, moe.z_loss = (random.choice([0.0, 0.02]) for _ in range(2))
+    moe.scale = random.choice([1.0, 2.5])
+    ranks = parallel.dp_shard * parallel.cp * parallel.tp
+    parallel.ep = random.choice(divisors(math.gcd(moe.experts, ranks)))
+    parallel.cpu_offload = False
+    if not parallel.torch_ddp:
+        for name in DDP_KEYS:
+            setattr(parallel, name, getattr(default, name))
 
 
 def draw_activations(random: Random, activations: ActivationsConfig, layers: int) -> None:
@@ -235,7 +262,7 @@ def more_ranks(random: Random, drawn: Drawn) -> str | None:
 
 
 def another_axis(random: Random, drawn: Drawn) -> str | None:
-    drawn.config.parallel.ep = 2
+    drawn.config.parallel.ep = drawn.config.model.moe.experts + 2
     return "parallel.ep"
 
 
