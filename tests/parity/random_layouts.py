@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from models.config import Balance, Score
 from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Reduce, Schedule, Scope, Strategy
 from parallel.pipeline import sends_to_itself
 from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
@@ -63,6 +64,8 @@ def draw(random: Random, number: int) -> Drawn:
     config.model.value_embeddings = random.randint(0, config.model.layers // 2)
     rows = config.model.vocab_multiple
     vocabulary = random.choice([size for size in range(11, 90) if enough(-(-size // rows) * rows, tp)])
+    if tp == 1 and random.random() < 0.5:
+        draw_experts(random, config)
     return Drawn(number, ranks, config, vocabulary)
 
 
@@ -80,6 +83,21 @@ def draw_model(random: Random, config: Config, tp: int) -> None:
     model.bias, model.tied_head, model.fused_qkv = (random.random() < 0.5 for _ in range(3))
     model.x0, model.skips = (random.random() < 0.3 for _ in range(2))
     model.logit_softcap, model.z_loss = random.choice([None, 5.0]), random.choice([0.0, 0.01])
+
+
+def draw_experts(random: Random, config: Config) -> None:
+    """In some of the blocks. Without tensor parallelism and offload, which have none yet."""
+    moe = config.model.moe
+    config.parallel.cpu_offload = False
+    moe.experts = random.randint(2, 7)
+    moe.top_k = random.randint(1, min(moe.experts, 3))
+    moe.normalize = moe.top_k > 1 and random.random() < 0.7
+    moe.dim, moe.shared = random.choice([None, 8, 13]), random.randint(0, 2)
+    moe.dense_layers = random.randrange(config.model.layers)
+    moe.score, moe.balance = random.choice(list(Score)), random.choice(list(Balance))
+    moe.scale, moe.bias_rate, moe.z_loss = (random.choice(pair) for pair in ((1.0, 2.5), (0.0, 0.01), (0.0, 0.02)))
+    if moe.balance is not Balance.none:
+        moe.balance_weight = random.choice([0.01, 0.1])
 
 
 def draw_pipeline(random: Random, config: Config, pp: int) -> int:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.config import Balance, MoE
 from parallel.config import Dtype, Scope
 from parallel.mesh import LOSS_AXES, data_coordinate, start_process_group, sum_over
 from tests.oracle import Batch
@@ -33,6 +34,7 @@ SEQUENCES, LENGTH, VOCABULARY, LR = 24, 8, 67, 0.01
 MODELS: list[dict[str, Any]] = [
     {"tied_head": True, "vocab_multiple": 1, "x0": True, "skips": True, "value_embeddings": 1},
     {"tied_head": False, "fused_qkv": False, "bias": False, "vocab_multiple": 128},
+    {"moe": MoE(experts=5, dim=22, dense_layers=1, balance=Balance.step, bias_rate=0.02)},
 ]
 
 
@@ -54,6 +56,7 @@ def draw(random: Random, number: int, model: dict[str, Any]) -> Drawn:
     """A layout for one of the models, whose sizes no number of ranks but tp divides."""
     ranks = random.choice(RANKS)
     tp = random.choice([degree for degree in divisors(ranks) if degree in (1, 2, 4)])
+    tp = 1 if "moe" in model else tp
     pp = random.choice([degree for degree in divisors(ranks // tp) if degree in (1, 2)])
     there = ranks // tp // pp
     times = random.choice([number for number in divisors(SEQUENCES // there) if pp <= number <= 3])
@@ -65,6 +68,7 @@ def draw(random: Random, number: int, model: dict[str, Any]) -> Drawn:
     config.micro_batch = SEQUENCES // there // times
     config.parallel.pp = pp
     draw_parallel(random, config.parallel, tp, there, times)
+    config.parallel.cpu_offload &= "moe" not in model
     draw_activations(random, config.activations, config.model.layers)
     drawn = Drawn(number, ranks, config, VOCABULARY)
     check_legal(drawn)
