@@ -103,7 +103,7 @@ def traffic(
         order = order_of(parallel, batch.accumulation, pipeline_rank)
         cut = {stage: tensor_shapes(of_stage, parallel.tp, tensor_rank) for stage, of_stage in shapes.items()}
         found += _sharded(cut, order, as_sharded(parallel), compute, reduce, batch)
-        found += _whole(together, parallel, compute)
+        found += _whole(model, together, parallel, compute)
     if parallel.tp > 1:
         kept = as_scheduled(activations, parallel)
         found += _tensor(model, held, together, parallel, compute, batch, kept, shard_rank)
@@ -147,7 +147,7 @@ def buckets(shapes: Shapes, value_bytes: int, cap_mb: float) -> list[int]:
 
 def _ddp(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
     """Every gradient is summed once a step, in the masters' dtype: a rank sends 2(N-1)/N times the gradient's bytes."""
-    shapes = {name: shape for name, shape in parameter_shapes(model).items() if has_gradient(name)}
+    shapes = {name: shape for name, shape in parameter_shapes(model).items() if has_gradient(name, model)}
     sizes = buckets(shapes, master_bytes(compute), parallel.bucket_cap_mb)
     ranks = parallel.dp_replicate
     yield Traffic("dp_replicate", ranks, Collective.all_reduce, "gradients", ALL, len(sizes), sum(sizes))
@@ -215,10 +215,10 @@ def _sharded(
     yield Traffic("dp_replicate", replicas, Collective.all_reduce, "gradients", ALL, reduced, shard * BYTES[reduce])
 
 
-def _whole(held: Shapes, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
+def _whole(model: ModelConfig, held: Shapes, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
     """The gradients of routers, which FSDP2 leaves alone: once a step, in the masters' dtype
     (parallel.gradients.sum_whole)."""
-    size = values({name: shape for name, shape in held.items() if in_router(name) and has_gradient(name)})
+    size = values({name: shape for name, shape in held.items() if in_router(name) and has_gradient(name, model)})
     if size > 0:
         for axis in ("dp_replicate", "dp_shard"):
             ranks, size_bytes = getattr(parallel, axis), size * master_bytes(compute)
