@@ -49,11 +49,8 @@ class Router(nn.Module):
         self.load = nn.Parameter(torch.empty(experts))
         self.bias = nn.Parameter(torch.empty(experts), requires_grad=False)
         counted = Spec(Role.balance)
-        specs = {"weight": Spec(Role.router, config.init_std), "load": counted, "bias": counted}
-        if self.moe.capacity_factor is not None:
-            self.dropped = nn.Parameter(torch.empty(1))
-            specs["dropped"] = counted
-        specify(self, **specs)
+        self.dropped = nn.Parameter(torch.empty(1), requires_grad=self.moe.capacity_factor is not None)
+        specify(self, weight=Spec(Role.router, config.init_std), load=counted, bias=counted, dropped=counted)
         self.sequences: WholeSequences = WholeSequences()
         # 1 / predicted tokens of the step: what a token's auxiliary loss counts. No buffer, which DDP would broadcast.
         self.share = torch.zeros(())
@@ -286,8 +283,8 @@ def load_statistics(model: nn.Module) -> Tensor | None:
         return None
     loads = torch.stack(counts)
     relative = loads / loads.mean(1, keepdim=True)
-    dropped = [router.dropped.grad for router in found if router.moe.capacity_factor is not None]
-    counted = torch.cat([count for count in dropped if count is not None]) if dropped else torch.zeros_like(loads[:, 0])
+    dropped = [router.dropped.grad for router in found if router.dropped.grad is not None]
+    counted = torch.cat(dropped) if dropped else torch.zeros_like(loads[:, 0])
     deviations = relative.std(1, correction=0).sum()
     return torch.stack([relative.max(), -relative.min(), deviations, (counted / loads.sum(1)).sum()])
 

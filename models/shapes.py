@@ -14,9 +14,10 @@ def is_learned(name: str) -> bool:
     return not in_router(name) or name.endswith(".weight")
 
 
-def has_gradient(name: str) -> bool:
-    """Counts come as gradients too (models.moe.Router)."""
-    return not name.endswith(".router.bias")
+def has_gradient(name: str, config: ModelConfig) -> bool:
+    """Counts come as gradients too (models.moe.Router), those of dropped assignments where there is a capacity."""
+    constant = (".router.bias",) if config.moe.capacity_factor is not None else (".router.bias", ".router.dropped")
+    return not name.endswith(constant)
 
 
 def _linear(name: str, rows: int, columns: int, config: ModelConfig) -> Shapes:
@@ -56,10 +57,7 @@ def _experts_shapes(config: ModelConfig) -> Shapes:
         "feedforward.router.weight": (moe.experts, dim),
         "feedforward.router.load": (moe.experts,),
         "feedforward.router.bias": (moe.experts,),
-    }
-    if moe.capacity_factor is not None:
-        shapes["feedforward.router.dropped"] = (1,)
-    shapes |= {
+        "feedforward.router.dropped": (1,),
         "feedforward.experts.up": (moe.experts, hidden, dim),
         "feedforward.experts.down": (moe.experts, dim, hidden),
     }

@@ -142,7 +142,7 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             number, hidden, name = experts.number, experts.hidden, f"{block}.feedforward"
             shapes |= {f"{name}.experts.up": (number, hidden, dim), f"{name}.experts.down": (number, dim, hidden)}
             shapes |= {f"{name}.router.weight": (number, dim), f"{name}.router.load": (number,)}
-            shapes[f"{name}.router.bias"] = (number,)
+            shapes |= {f"{name}.router.bias": (number,), f"{name}.router.dropped": (1,)}
     shapes["norm.weight"] = shapes["norm.bias"] = (dim,)
     if not shape.bias:
         shapes = {name: size for name, size in shapes.items() if not name.endswith("bias") or "router" in name}
@@ -176,7 +176,7 @@ def initial_weights(shape: Shape, seed: int, dtype: torch.dtype) -> Weights:
     (seed, name, block)."""
     weights = {}
     for name, size in parameter_shapes(shape).items():
-        if name.endswith(("bias", ".load")):
+        if name.endswith(("bias", ".load", ".dropped")):
             values = torch.zeros(size)
         elif "norm" in name:
             values = torch.ones(size)
@@ -314,7 +314,7 @@ def logits(weights: Weights, shape: Shape, tokens: Tensor) -> tuple[Tensor, Rout
     return (scores if shape.softcap is None else shape.softcap * torch.tanh(scores / shape.softcap)), routing
 
 
-BALANCE = (".router.load", ".router.bias")  # set by counts, not learned
+BALANCE = (".router.load", ".router.bias", ".router.dropped")  # set by counts, not learned
 
 
 def train(shape: Shape, seed: int, dtype: torch.dtype, batches: list[Batch], recipe: Recipe) -> Trajectory:

@@ -30,7 +30,18 @@ SCORED_WITH = (
     "precision.",
 )
 # do not change what the weights are
-NOT_COMPARED = ("model.attention", "model.tokenizer", "model.dropout", "model.init_std")
+NOT_COMPARED = (
+    "model.attention",
+    "model.tokenizer",
+    "model.dropout",
+    "model.init_std",
+    "model.moe.balance",
+    "model.moe.balance_weight",
+    "model.moe.bias_rate",
+    "model.moe.z_loss",
+    "model.moe.capacity_factor",
+    "model.moe.forced_balance",
+)
 
 
 def adopt(config: Config, saved: Saved, given: frozenset[str]) -> list[Problem]:

@@ -121,7 +121,7 @@ def traffic(
         order = order_of(parallel, batch.accumulation, pipeline_rank)
         cut = {stage: tensor_shapes(of_stage, parallel.tp, tensor_rank) for stage, of_stage in shapes.items()}
         found += _sharded(cut, order, as_sharded(parallel), compute, reduce, batch)
-        found += _whole(together, parallel, compute)
+        found += _whole(model, together, parallel, compute)
     if parallel.tp > 1:
         kept = as_scheduled(activations, parallel)
         found += _tensor(model, held, together, parallel, compute, batch, kept, shard_rank)
@@ -172,7 +172,7 @@ def buckets(shapes: Shapes, value_bytes: int, cap_mb: float) -> list[int]:
 def _ddp(model: ModelConfig, parallel: ParallelConfig, compute: Dtype, compression: Compression) -> Iterator[Traffic]:
     """Every gradient is summed once a step, in the masters' dtype: a rank sends 2(N-1)/N times the gradient's bytes; or
     in two bytes a value. With PowerSGD all left factors together, all right ones, and all that has none."""
-    shapes = {name: shape for name, shape in parameter_shapes(model).items() if has_gradient(name)}
+    shapes = {name: shape for name, shape in parameter_shapes(model).items() if has_gradient(name, model)}
     each, ranks = master_bytes(compute), parallel.copies
 
     def gradients(what: str, parts: str, number: int, size: int) -> Traffic:
@@ -252,10 +252,10 @@ def _sharded(
     yield Traffic("dp_replicate", replicas, Collective.all_reduce, "gradients", ALL, reduced, shard * BYTES[reduce])
 
 
-def _whole(held: Shapes, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
+def _whole(model: ModelConfig, held: Shapes, parallel: ParallelConfig, compute: Dtype) -> Iterator[Traffic]:
     """The gradients of routers, which FSDP2 leaves alone: once a step, in the masters' dtype
     (parallel.gradients.sum_whole)."""
-    size = values({name: shape for name, shape in held.items() if in_router(name) and has_gradient(name)})
+    size = values({name: shape for name, shape in held.items() if in_router(name) and has_gradient(name, model)})
     if size > 0:
         for axis, ranks in (("dp_replicate", parallel.copies), ("dp_shard", parallel.shards)):
             size_bytes = size * master_bytes(compute)

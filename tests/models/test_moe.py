@@ -77,7 +77,7 @@ def test_it_is_the_loop_over_tokens_and_experts(settings: dict[str, Any]) -> Non
     """Output and every gradient; of the loads they are counts."""
     of, x = config(**settings), inputs().requires_grad_()
     moe = layer(of)
-    learned = [x, *(p for name, p in moe.named_parameters() if name not in ("router.load", "router.bias"))]
+    learned = [x, *(p for name, p in moe.named_parameters() if p.requires_grad and name != "router.load")]
     expected = token_by_token(moe, x, of.moe)
     wanted = torch.autograd.grad(expected.square().sum(), learned, allow_unused=True)
     y = moe(x, None)
@@ -315,7 +315,7 @@ def test_first_blocks_are_dense() -> None:
     roles = parameter_roles(model)
     assert roles["blocks.2.feedforward.router.weight"] is Role.router
     assert {name for name, role in roles.items() if role is Role.balance} == {
-        f"blocks.2.feedforward.router.{name}" for name in ("load", "bias")
+        f"blocks.2.feedforward.router.{name}" for name in ("load", "bias", "dropped")
     }
 
 

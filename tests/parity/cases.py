@@ -64,6 +64,9 @@ OPTIMIZERS = {
 CLIP = 0.5  # below the norms of some steps and above those of others
 RUN = f"seed={SEED} steps={len(LRS)} sequence_length={LENGTH} hardware.device=cpu optimizer.clip={CLIP}"
 
+# A router's choice must not hang on rounding: a model whose trajectory has a closer one needs other numbers.
+LEAST_MARGIN = 1e-8
+
 
 @dataclass(frozen=True)
 class Training:

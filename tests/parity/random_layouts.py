@@ -10,7 +10,6 @@ import torch
 
 from models.config import Balance, Score
 from parallel.config import (
-    ActivationsConfig,
     Context,
     Dtype,
     ParallelConfig,
@@ -75,9 +74,7 @@ def draw(random: Random, number: int) -> Drawn:
     draw_parallel(random, config.parallel, there, times)
     draw_experts(random, config)
     if pp == 1 or config.parallel.schedule not in SPLIT:
-        draw_activations(random, config.activations, config.model.layers)
-    if experts_apart(config.model, config.parallel) and config.activations.mode is Recompute.selective:
-        config.activations.mode = Recompute.full
+        draw_activations(random, config)
     config.micro_batch = random.randint(1, 3)
     config.batch_sequences = there * times * config.micro_batch
     config.model.value_embeddings = random.randint(0, config.model.layers // 2)
@@ -159,25 +156,33 @@ def draw_experts(random: Random, config: Config) -> None:
     """For some models, on ranks of every axis that shares a copy."""
     if random.random() < 0.6:
         return
-    moe, parallel, default = config.model.moe, config.parallel, ParallelConfig()
+    moe = config.model.moe
     moe.experts, moe.dim, moe.shared = random.choice([2, 3, 4, 6, 8]), random.randint(5, 30), random.randint(0, 2)
-    moe.top_k = random.randint(1, min(3, moe.experts - 1))
+    moe.top_k = random.randint(1, min(3, moe.experts))
     moe.normalize = moe.top_k > 1 and random.random() < 0.5
     moe.dense_layers = random.randint(0, config.model.layers - 1)
     moe.score, moe.balance = random.choice(list(Score)), random.choice(list(Balance))
     moe.bias_rate, moe.z_loss = (random.choice([0.0, 0.02]) for _ in range(2))
     moe.scale = random.choice([1.0, 2.5])
+    draw_expert_ranks(random, config)
+
+
+def draw_expert_ranks(random: Random, config: Config) -> None:
+    parallel, default = config.parallel, ParallelConfig()
     ranks = parallel.dp_shard * parallel.cp * parallel.tp
-    parallel.ep = random.choice(divisors(math.gcd(moe.experts, ranks)))
+    parallel.ep = random.choice(divisors(math.gcd(config.model.moe.experts, ranks)))
     parallel.cpu_offload = False
     if not parallel.torch_ddp:
         for name in DDP_KEYS:
             setattr(parallel, name, getattr(default, name))
 
 
-def draw_activations(random: Random, activations: ActivationsConfig, layers: int) -> None:
-    """Every mode but torch's budget, which needs a compiled graph."""
+def draw_activations(random: Random, config: Config) -> None:
+    """Every mode but torch's budget, which needs a compiled graph, and selective where torch can keep nothing."""
+    activations, layers = config.activations, config.model.layers
     activations.mode = random.choice([mode for mode in Recompute if mode is not Recompute.budget])
+    if activations.mode is Recompute.selective and experts_apart(config.model, config.parallel):
+        activations.mode = Recompute.full
     if activations.mode is Recompute.segments:
         activations.segments = random.choice([None, random.randint(1, layers)])
     if activations.mode is Recompute.every_n:

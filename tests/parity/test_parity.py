@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from parallel.planning.stages import V_SHAPED
 from tests.oracle import train
-from tests.parity.cases import SEED, Case, Training, batches, config_of, recipe_of, shape_of
+from tests.parity.cases import LEAST_MARGIN, SEED, Case, Training, batches, config_of, recipe_of, shape_of
 from tests.parity.compare import BOUNDS, Differences, run_cases
 from tests.parity.layouts import (
     ACTIVATIONS,
@@ -60,8 +60,6 @@ CONTEXT_TRAININGS = [
     Training("streams for tp", "adamw", "fp64"),
     Training("untied for tp", "sgd", "fp32"),
 ]
-# A router's choice must not hang on rounding: a model whose trajectory has a closer one needs other numbers.
-LEAST_MARGIN = 1e-8
 EXPERT_TRAININGS = {
     3: [Training("experts by the step before", "sgd", "fp64"), Training("experts", "adamw", "fp64")],
     1: [Training("experts", "sgd", "fp64"), Training("experts by the step before", "adamw", "fp64")],

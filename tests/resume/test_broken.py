@@ -178,3 +178,25 @@ def test_other_layouts_and_numbers_of_ranks(runs: Runs) -> None:
     runs.finish("moved", f"{exact} micro_batch=4")
     check_steps(runs, "moved", "whole-exact")
     check_near(runs, "moved", "whole-exact", relative=1e-9, state=1e-8)
+
+
+@pytest.mark.slow
+def test_experts(runs: Runs) -> None:
+    """Loads and biases go on where they were: bit for bit on one layout, within rounding on another."""
+    base = f"{DROPOUT} model.moe.experts=5 model.moe.dense_layers=1 model.moe.balance=step model.moe.bias_rate=0.01"
+    runs.finish("whole-experts", base)
+    runs.die("experts", base, partial(hit_in_step, 5, KILL))
+    runs.finish("experts", base)
+    check_steps(runs, "experts", "whole-experts")
+    check_same_bits(runs, "experts", "whole-experts")
+    state = runs.state("experts", 12)
+    assert state["model.blocks.1.feedforward.router.load"].sum() == 8 * 32 * 2
+    assert state["model.blocks.1.feedforward.router.bias"].any()
+    assert not [name for name in state if name.startswith("optimizer.") and "router" in name and "weight" not in name]
+
+    exact = f"precision=fp64 {base.removeprefix(DROPOUT)}"
+    runs.finish("whole-experts-exact", exact)
+    runs.start("experts-moved", exact, partial(hit_in_step, 4, TERM))
+    runs.start("experts-moved", f"{exact} parallel=fsdp2", partial(hit_in_step, 8, TERM), ranks=2)
+    runs.finish("experts-moved", f"{exact} micro_batch=4")
+    check_near(runs, "experts-moved", "whole-experts-exact", relative=1e-9, state=1e-8)

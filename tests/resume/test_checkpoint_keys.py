@@ -129,14 +129,14 @@ def set_environment(**values: str) -> None:
 
 def test_a_changed_value_of_the_environment_is_refused(runs: Runs) -> None:
     begin = f"{DROPOUT} evals=none optimizer.lr=${{oc.env:ESPALIER_LR}}"
-    former, other = (partial(set_environment, ESPALIER_LR=value) for value in ("0.01", "0.1"))
+    former, other = (partial(set_environment, ESPALIER_LR=value) for value in ("0.0123", "0.1"))
     for step in (3, 5):  # before its first checkpoint, and after
         runs.die("variable", begin, former, partial(hit_in_step, step, signal.SIGKILL))
         refused = runs.start("variable", begin, other)[0]
         assert refused.code == REFUSED and "${oc.env:ESPALIER_LR}" in refused.said
     assert "optimizer.lr=0.1" in refused.said
     runs.finish("variable", begin, former)
-    assert "0.01" not in (runs.checkpoint("variable", STEPS) / "manifest.json").read_text()
+    assert "0.0123" not in (runs.checkpoint("variable", STEPS) / "manifest.json").read_text()
 
 
 def test_a_changed_layout_is_shown(runs: Runs, copy: str) -> None:

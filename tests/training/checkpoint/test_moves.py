@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.config import Balance, MoE
 from parallel.config import Dtype, Scope
 from parallel.mesh import LOSS_AXES, data_coordinate, start_process_group, sum_over
 from tests.oracle import Batch
 from tests.parity.cases import slices
 from tests.parity.compare import CPU, WatchedStep, build, gather, mesh_of
-from tests.parity.random_layouts import Drawn, check_legal, divisors, draw_activations, draw_parallel
+from tests.parity.random_layouts import Drawn, check_legal, divisors, draw_activations, draw_expert_ranks, draw_parallel
 from tests.ranks import run_ranks
 from training.checkpoint.contents import Checkpoints
 from training.checkpoint.store import Store
@@ -33,6 +34,7 @@ SEQUENCES, LENGTH, VOCABULARY, LR = 24, 8, 67, 0.01
 MODELS: list[dict[str, Any]] = [
     {"tied_head": True, "vocab_multiple": 1, "x0": True, "skips": True, "value_embeddings": 1},
     {"tied_head": False, "fused_qkv": False, "bias": False, "vocab_multiple": 128},
+    {"moe": MoE(experts=4, dim=22, dense_layers=1, balance=Balance.step, bias_rate=0.02)},
 ]
 
 
@@ -66,7 +68,9 @@ def draw(random: Random, number: int, model: dict[str, Any]) -> Drawn:
     config.micro_batch = SEQUENCES // there // times
     config.parallel.pp, config.parallel.tp, config.parallel.cp = pp, tp, cp
     draw_parallel(random, config.parallel, there, times)
-    draw_activations(random, config.activations, config.model.layers)
+    if "moe" in model:
+        draw_expert_ranks(random, config)
+    draw_activations(random, config)
     drawn = Drawn(number, ranks, config, VOCABULARY)
     check_legal(drawn)
     config.model.vocab_size = VOCABULARY
