@@ -52,6 +52,8 @@ def smaller_bubbles(config: Config, world: World, device_type: str) -> list[tupl
         for schedule in Schedule
         if schedule is not parallel.schedule
     }
+    if parallel.stage_layers is not None:
+        others["parallel.stage_layers=null"] = replace(config, parallel=replace(parallel, stage_layers=None))
     assert isinstance(config.micro_batch, int)
     if config.micro_batch % 2 == 0:
         others[f"micro_batch={config.micro_batch // 2}"] = replace(config, micro_batch=config.micro_batch // 2)
