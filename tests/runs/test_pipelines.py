@@ -31,7 +31,7 @@ def settled(words: list[str]) -> Config:
         "activations=full",
         "compile=block parallel.schedule=looped_bfs parallel.stages_per_rank=3",
         "parallel.stage_layers=[2,10] micro_batch=1",
-        "batch_sequences=4096",
+        "batch_sequences=4096 parallel.stage_layers=[2,10]",
     ],
 )
 def test_what_would_shrink_the_bubble_is_legal_and_does(words: str) -> None:
