@@ -86,8 +86,11 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
             )
         elif used > 1 and used != world.ranks:
             axis = "tp" if degrees["tp"] > 1 else "pp"
-            instead = legal_degrees(axis, config, world)
-            yield Problem(f"parallel.{axis}", degrees[axis], f"uses {used} ranks, and there are {world.ranks}", instead)
+            are = "is" if world.ranks == 1 else "are"
+            instead = _started(used, config, world) + legal_degrees(axis, config, world)
+            yield Problem(
+                f"parallel.{axis}", degrees[axis], f"uses {used} ranks, and there {are} {world.ranks}", instead
+            )
         return
     if parallel.strategy is Strategy.ddp and degrees["dp_shard"] != 1:
         yield Problem(
@@ -110,7 +113,8 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
     for axis in ("tp", "cp", "pp"):
         if there % degrees[axis] != 0:
             reason = f"does not divide the {counted(there, 'rank')} there are"
-            yield Problem(f"parallel.{axis}", degrees[axis], reason, legal_degrees(axis, config, world))
+            instead = _started(math.prod(map(abs, degrees.values())), config, world)
+            yield Problem(f"parallel.{axis}", degrees[axis], reason, instead + legal_degrees(axis, config, world))
             return
         there //= degrees[axis]
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
@@ -135,6 +139,15 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
         reason = f"{written} is {replicate * shard}, and there are {ranks}"
     choices = " or ".join(f"parallel.dp_shard={s} parallel.dp_replicate={r}" for s, r in pairs)
     yield Problem(f"parallel.{name}", degree, reason, f"{choices}; or -1 in one of them for the ranks that are left")
+
+
+def _started(ranks: int, config: Config, world: World) -> str:
+    """How to start as many ranks, where one alone was: before other ways."""
+    if world.ranks > 1:
+        return ""
+    return (
+        f"hardware.gpus={ranks} or " if config.check_only else f"`torchrun --nproc-per-node {ranks} train.py ...` or "
+    )
 
 
 def legal_degrees(axis: str, config: Config, world: World) -> str:

@@ -175,6 +175,16 @@ def test_degrees(strategy: str, degrees: dict[str, int], world: World, key: str,
     assert instead in found[key].instead
 
 
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_one_rank_is_told_how_to_start_more(axis: str, strategy: str) -> None:
+    degrees: dict[str, Any] = {f"parallel__{axis}": 2}
+    found = problems(strategy=strategy, **degrees)[f"parallel.{axis}"]
+    assert found.instead == f"`torchrun --nproc-per-node 2 train.py ...` or parallel.{axis}=1"
+    found = problems(strategy=strategy, check_only=True, **degrees)[f"parallel.{axis}"]
+    assert found.instead == f"hardware.gpus=2 or parallel.{axis}=1"
+
+
 def test_each_mode_of_activations_has_its_keys() -> None:
     modes: dict[str, dict[str, Any]] = {
         "segments": {"activations__segments": 4},
@@ -458,7 +468,8 @@ def test_degrees_that_are_suggested_are_legal(
     sizes |= {"batch_sequences": 144, "micro_batch": 1}
     key = f"parallel.{axis}"
     for problem in check(made(world, strategy, **(open_degree[strategy] | given | sizes)), world):
-        for way in re.split(r",? or ", problem.instead) if problem.key == key else ():
+        ways = re.split(r",? or ", problem.instead) if problem.key == key else []
+        for way in filter(lambda way: "=" in way, ways):
             typed = dict(re.findall(r"([\w.]+)=(\w+)", way))
             chosen = typed.pop("parallel", strategy)
             mended = {name.replace(".", "__"): int(value) for name, value in typed.items()}
