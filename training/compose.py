@@ -126,7 +126,8 @@ def _problems_behind(found: list[Problem], flags: argparse.Namespace, presets: P
         mended = wrong[0].instead.partition(" or ")[0] if wrong else word
         if not override_problems([mended], presets, sweep=False):
             words.append(mended)
-            guessed += [mended.partition("=")[0]] if wrong else []
+            several = bool(wrong) and " or " in wrong[0].instead
+            guessed += [mended.partition("=")[0]] if several else []
     try:
         behind = _unsettled(*_compose(flags, [*presets.search, *words]))
     except Refusal as refusal:

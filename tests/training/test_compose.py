@@ -108,11 +108,15 @@ def test_misspelt_keys_of_a_file_are_refused_with_their_place(folder: Path) -> N
     assert all("mine.yaml:" in problem.reason for problem in found)
 
 
-def test_a_guessed_key_has_no_problems_of_its_own() -> None:
+def test_one_of_several_guesses_has_no_problems_of_its_own() -> None:
+    with pytest.raises(Refusal) as refused:
+        compose(["parallel.xp=2"])
+    (problem,) = refused.value.problems
+    assert problem.key == "parallel.xp" and " or " in problem.instead
     with pytest.raises(Refusal) as refused:
         compose(["parallel.PP=2"])
-    (problem,) = refused.value.problems
-    assert (problem.key, problem.instead) == ("parallel.PP", "parallel.pp=2")
+    assert [problem.key for problem in refused.value.problems] == ["parallel.PP", "parallel.pp"]
+    assert refused.value.problems[0].instead == "parallel.pp=2"
 
 
 def test_wrong_values_of_a_file_are_refused_at_once(folder: Path) -> None:
