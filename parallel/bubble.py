@@ -4,6 +4,7 @@ takes the passes and from what each stage costs; and measured in it."""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from models.config import ModelConfig
 from parallel.config import ParallelConfig, Schedule
-from parallel.planning.stages import costs, stages, stages_per_rank
+from parallel.planning.stages import costs, extrapolated, stages, stages_per_rank
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}  # torch's names
 # Of a forward pass of the same stage: gradients of inputs and of weights cost as much each.
@@ -36,11 +37,19 @@ def orders(parallel: ParallelConfig, micro_batches: int) -> list[list[Turn]]:
     """The turns of each rank in the order of the schedule."""
     if parallel.schedule is Schedule["1f1b"]:  # torch's own account of it is not what it does
         return [_one_forward_one_backward(rank, parallel.pp, micro_batches) for rank in range(parallel.pp)]
+    return _of_torch(parallel.schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
+
+
+@cache
+def _of_torch(schedule: Schedule, ranks: int, each: int, micro_batches: int) -> list[list[Turn]]:
     # private; seen on torch 2.11 and 2.15
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+    from torch.distributed.pipelining.schedules import get_schedule_class
 
-    each = stages_per_rank(parallel)
-    of_ranks: Any = get_schedule_ops(parallel.schedule.value, parallel.pp, micro_batches, each)
+    # To place gathers and sends takes torch a time quadratic in the passes, and they are not asked for.
+    passes_only = {"_prepare_schedule_with_comms": lambda self, actions: None}
+    bare: Any = type("PassesOnly", (get_schedule_class(schedule.value),), passes_only)
+    of_ranks: Any = get_schedule_ops(bare, ranks, micro_batches, each)
     turns = [[_turn(action) for action in rank if action is not None] for rank in of_ranks]
     return [[turn for turn in rank if turn] for rank in turns]
 
@@ -66,10 +75,16 @@ def _turn(action: Any) -> Turn:
 def simulate(order: Sequence[Sequence[Turn]], seconds: dict[int, float]) -> float:
     """The share of the ranks' time in which they wait, from first pass to last. seconds: of each stage's forward pass
     of a micro-batch; sending costs nothing. Raises ValueError where the order can never end."""
+    busy = sum(_cost(one, seconds) for turns in order for turn in turns for one in turn)
+    return 1 - busy / (len(order) * lasts(order, seconds))
+
+
+def lasts(order: Sequence[Sequence[Turn]], seconds: dict[int, float]) -> float:
+    """Seconds from first pass to last."""
     there = {one for turns in order for turn in turns for one in turn}
     ended: dict[Pass, float] = {}
     clocks, places = [0.0] * len(order), [0] * len(order)
-    busy, last = 0.0, max(seconds)
+    last = max(seconds)
     while any(place < len(turns) for place, turns in zip(places, order, strict=True)):
         progressed = False
         for rank, turns in enumerate(order):
@@ -79,16 +94,18 @@ def simulate(order: Sequence[Sequence[Turn]], seconds: dict[int, float]) -> floa
                 if any(need not in ended for needed in needs for need in needed):
                     break
                 for one, needed in zip(turn, needs, strict=True):
-                    cost = (COST if one.stage > 0 else COST_OF_FIRST)[one.kind] * seconds[one.stage]
-                    now = max([now, *(ended[need] for need in needed)]) + cost
-                    busy += cost
+                    now = max([now, *(ended[need] for need in needed)]) + _cost(one, seconds)
                 ended |= dict.fromkeys(turn, now)
                 clocks[rank] = now
                 places[rank] += 1
                 progressed = True
         if not progressed:
             raise ValueError("the passes wait for each other in a circle")
-    return 1 - busy / (len(order) * max(clocks))
+    return max(clocks)
+
+
+def _cost(one: Pass, seconds: dict[int, float]) -> float:
+    return (COST if one.stage > 0 else COST_OF_FIRST)[one.kind] * seconds[one.stage]
 
 
 def _needs(one: Pass, last: int, there: set[Pass]) -> list[Pass]:
@@ -105,7 +122,13 @@ def _needs(one: Pass, last: int, there: set[Pass]) -> list[Pass]:
 
 def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> float:
     """The expected share of waiting."""
-    return simulate(orders(parallel, micro_batches), costs(model, stages(model, parallel)))
+    cut = stages(model, parallel)
+    seconds = costs(model, cut)
+    each = COST["F"] + COST["B"]
+    work = [each * sum(seconds[stage.index] for stage in cut if stage.rank == rank) for rank in range(parallel.pp)]
+    whole = extrapolated(lambda count: lasts(orders(parallel, count), seconds), parallel, micro_batches)
+    whole = max(whole, micro_batches * max(work))  # what is extrapolated may be a little less
+    return 1 - micro_batches * sum(work) / (parallel.pp * whole)
 
 
 class Clock:

@@ -11,8 +11,6 @@ from training.nearby import counted
 from training.plan import batch_of
 from training.resolve import World
 
-QUICK = 512  # micro-batches times ranks that are simulated for each schedule in about a second
-
 
 def bubble_told(config: Config, world: World, device_type: str) -> str:
     """The share of the time in which ranks of a pipeline wait, and what would shrink it; "" without one."""
@@ -40,10 +38,7 @@ def bubble_share(config: Config) -> float:
 
 
 def smaller_bubbles(config: Config, world: World, device_type: str) -> list[tuple[str, float]]:
-    """What would shrink it, best first: words to write instead, all of them legal, and the share with them. Not looked
-    for where that takes long."""
-    if config.parallel.pp * accumulation(config, world) > QUICK:
-        return []
+    """What would shrink it, best first: words to write instead, all of them legal, and the share with them."""
     from parallel.pipeline import sends_to_itself
 
     parallel, now = config.parallel, bubble_share(config)
@@ -57,6 +52,8 @@ def smaller_bubbles(config: Config, world: World, device_type: str) -> list[tupl
         for schedule in Schedule
         if schedule is not parallel.schedule
     }
+    if parallel.stage_layers is not None:
+        others["parallel.stage_layers=null"] = replace(config, parallel=replace(parallel, stage_layers=None))
     assert isinstance(config.micro_batch, int)
     if config.micro_batch % 2 == 0:
         others[f"micro_batch={config.micro_batch // 2}"] = replace(config, micro_batch=config.micro_batch // 2)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,13 +13,13 @@ import yaml
 
 from models.config import Attention, Balance, MoE
 from parallel.config import Compress, Dtype
-from training.check_layout import activations_rules, compile_rules, parallel_rules
+from training.check_layout import activations_rules, batches_around, compile_rules, parallel_rules, sizes_near
 from training.config import Config, DataKind, Load, OptimizerConfig, ScheduleKind, TokenizerKind, leaves, nested
 from training.inputs import input_problems
 from training.keys import keys, nearest, show
 from training.nearby import alternatives, around, counted, divisors_around, legal_numbers
 from training.refusal import Problem, Refusal
-from training.resolve import DEGREES, VOCABULARIES, Chosen, World, data_ranks, resolve
+from training.resolve import DEGREES, VOCABULARIES, Chosen, World, data_ranks, resolve, resolve_model
 from training.schedule import Schedule
 
 TASKS = ("heldout", "continuation")
@@ -90,7 +91,14 @@ def check(config: Config, world: World) -> list[Problem]:
     """Every problem of a resolved config. Rules between numbers are looked at where the numbers themselves are legal.
 
     With eval_only the model and its sequence length are not known yet: call check again once the checkpoint's are."""
-    problems = list(_ranges(config))
+    problems = list(_ranges(config, world))
+    wrong = {problem.key for problem in problems}
+    problems += [problem for problem in _between(config, world) if problem.key not in wrong]
+    return [Problem(problem.key, show(problem.value), problem.reason, problem.instead) for problem in problems]
+
+
+def _between(config: Config, world: World) -> Iterator[Problem]:
+    """Those of rules between keys."""
     rules = [
         _run,
         parallel_rules,
@@ -106,10 +114,8 @@ def check(config: Config, world: World) -> list[Problem]:
         _metrics,
     ]
     rules += [] if config.eval_only else [_length, _batch, _schedule, _compression, activations_rules]
-    wrong = {problem.key for problem in problems}
     for rule in rules:
-        problems += [problem for problem in rule(config, world) if problem.key not in wrong]
-    return [Problem(problem.key, show(problem.value), problem.reason, problem.instead) for problem in problems]
+        yield from rule(config, world)
 
 
 def settle(config: Config, chosen: Chosen) -> World:
@@ -130,7 +136,7 @@ def describe(config: Config, chosen: Chosen | None = None) -> str:
     return yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _ranges(config: Config) -> Iterator[Problem]:
+def _ranges(config: Config, world: World) -> Iterator[Problem]:
     values = leaves(config)
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -139,14 +145,37 @@ def _ranges(config: Config) -> Iterator[Problem]:
         for name in names.split():
             value = values[name]
             if value is not None and not legal(value):
-                yield Problem(name, value, rule, f"{name}={_legal_near(value, legal, keys()[name].default)}")
+                yield Problem(name, value, rule, f"{name}={_legal_near(name, value, legal, config, world)}")
 
 
-def _legal_near(value: Any, legal: Callable[[Any], bool], default: Any) -> str:
-    """The legal value to suggest: of a whole number the bound it passed (-1: the other ranks), else the default."""
-    if isinstance(value, int):
-        return show(next(bound for bound in (0, -1, 1) if legal(bound)))
-    return show(default) if default is not None else "0.1"
+def _legal_near(name: str, value: Any, legal: Callable[[Any], bool], config: Config, world: World) -> str:
+    """The legal value to suggest: of a whole number the bound it passed (-1: the other ranks), or the least larger one
+    that breaks no rule between keys; else the default."""
+    default = keys()[name].default
+    if not isinstance(value, int):
+        return show(default) if default is not None else "0.1"
+    bound = next(bound for bound in (0, -1, 1) if legal(bound))
+    if bound != 1:
+        return show(bound)
+    told = _breaks(config, world) - {name}
+    larger = sorted({2**power * ranks for power in range(21) for ranks in (1, world.ranks)})
+    fitting = (number for number in (*larger, default) if _breaks(_with(config, name, number), world) <= told)
+    return show(next(fitting, bound))
+
+
+def _breaks(config: Config, world: World) -> set[str]:
+    """Keys that rules between keys name."""
+    return {problem.key for problem in _between(config, world)}
+
+
+def _with(config: Config, name: str, value: Any) -> Config:
+    """The config as it would be with another value."""
+    other = deepcopy(config)
+    section, _, last = name.rpartition(".")
+    setattr(getattr(other, section) if section else other, last, value)
+    if not config.eval_only:
+        resolve_model(other)
+    return other
 
 
 def _run(config: Config, world: World) -> Iterator[Problem]:
@@ -350,9 +379,9 @@ def _batch(config: Config, world: World) -> Iterator[Problem]:
         )
     micro = config.micro_batch
     if (isinstance(micro, str) and micro != "auto") or (isinstance(micro, int) and micro < 1):
-        yield Problem(
-            "micro_batch", micro, "is a number of sequences of at least 1, or auto", "micro_batch=1 or micro_batch=auto"
-        )
+        auto = "" if config.parallel.pp > 1 else " or micro_batch=auto"
+        reason = "is a number of sequences of at least 1" + ("" if config.parallel.pp > 1 else ", or auto")
+        yield Problem("micro_batch", micro, reason, f"micro_batch=1{auto}")
         return
     if batch is None or batch < 1 or math.prod(getattr(config.parallel, name) for name in DEGREES) != world.ranks:
         return  # what is wrong with the degrees is told by itself
@@ -360,9 +389,9 @@ def _batch(config: Config, world: World) -> Iterator[Problem]:
     if batch % step == 0:
         return
     parts = [f"{ranks} data ranks"] + ([f"micro_batch={micro}"] if isinstance(micro, int) else [])
-    instead = alternatives("batch_sequences", around(batch, step))
-    if batch % ranks == 0 and isinstance(micro, int):
-        instead += f"; or {alternatives('micro_batch', divisors_around(batch // ranks, micro))}"
+    instead = alternatives("batch_sequences", batches_around(batch, step, config.parallel))
+    sizes = sizes_near(batch // ranks, micro, config.parallel) if batch % ranks == 0 and isinstance(micro, int) else []
+    instead += f"; or {alternatives('micro_batch', sizes)}" if sizes else ""
     yield Problem("batch_sequences", batch, f"is not a multiple of {' x '.join(parts)}", instead)
 
 

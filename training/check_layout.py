@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from models.config import Attention
@@ -32,12 +33,14 @@ FSDP2_KEYS = ("reshard_after_forward", "reshard_after_backward", "prefetch_forwa
 
 def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
     parallel = config.parallel
-    yield from _strategy(config, world)
+    of_degrees = list(_strategy(config, world))
+    yield from of_degrees
     if not (config.eval_only and config.sequence_length is None):  # else the model is not known yet
         yield from _tensor(config, world)
         yield from _context(config, world)
         yield from _experts(config)
-        yield from _pipeline(config, world)
+        told = any(problem.key == "parallel.pp" for problem in of_degrees)
+        yield from () if told else _pipeline(config, world)
     if parallel.cpu_offload and parallel.strategy is Strategy.fsdp2 and config.model.moe.experts > 0:
         reason = "routers stay on the device, and one optimizer step cannot take both in this version"
         yield Problem("parallel.cpu_offload", True, reason, "parallel.cpu_offload=false, or model.moe.experts=0")
@@ -47,10 +50,10 @@ def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
         reason = f"a number of ranks to reshard to must divide the {shards} that share the state"
         legal = alternatives("parallel.reshard_after_forward", divisors_around(shards, reshard))
         yield Problem("parallel.reshard_after_forward", reshard, reason, f"{legal}, true or false")
-    if parallel.strategy is Strategy.ddp and parallel.reduce is Reduce.micro_batch:
+    if parallel.strategy is Strategy.ddp and parallel.pp == 1 and parallel.reduce is Reduce.micro_batch:
         reason = "ddp sums gradients once a step: a sum in each micro-batch would count the earlier ones again"
         yield Problem("parallel.reduce", "micro_batch", reason, "parallel.reduce=step, or parallel=fsdp2")
-    if parallel.static_graph and _micro_batches(config) not in (1, None):
+    if parallel.torch_ddp and parallel.static_graph and _micro_batches(config) not in (1, None):
         reason = "torch's static graph needs the gradients to be summed in the first backward pass"
         yield Problem("parallel.static_graph", True, reason, "one micro-batch a step (a larger micro_batch), or false")
     default = ParallelConfig()
@@ -94,8 +97,11 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
             )
         elif used > 1 and used != world.ranks:
             axis = "tp" if degrees["tp"] > 1 else "pp"
-            instead = legal_degrees(axis, config, world)
-            yield Problem(f"parallel.{axis}", degrees[axis], f"uses {used} ranks, and there are {world.ranks}", instead)
+            are = "is" if world.ranks == 1 else "are"
+            instead = _started(used, config, world) + legal_degrees(axis, config, world)
+            yield Problem(
+                f"parallel.{axis}", degrees[axis], f"uses {used} ranks, and there {are} {world.ranks}", instead
+            )
         return
     if parallel.strategy is Strategy.ddp and degrees["dp_shard"] != 1:
         yield Problem(
@@ -118,7 +124,8 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
     for axis in ("tp", "cp", "pp"):
         if there % degrees[axis] != 0:
             reason = f"does not divide the {counted(there, 'rank')} there are"
-            yield Problem(f"parallel.{axis}", degrees[axis], reason, legal_degrees(axis, config, world))
+            instead = _started(math.prod(map(abs, degrees.values())), config, world)
+            yield Problem(f"parallel.{axis}", degrees[axis], reason, instead + legal_degrees(axis, config, world))
             return
         there //= degrees[axis]
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
@@ -145,15 +152,39 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
     yield Problem(f"parallel.{name}", degree, reason, f"{choices}; or -1 in one of them for the ranks that are left")
 
 
+def _started(ranks: int, config: Config, world: World) -> str:
+    """How to start as many ranks, where one alone was: before other ways."""
+    if world.ranks > 1:
+        return ""
+    return (
+        f"hardware.gpus={ranks} or " if config.check_only else f"`torchrun --nproc-per-node {ranks} train.py ...` or "
+    )
+
+
 def legal_degrees(axis: str, config: Config, world: World) -> str:
     """What to write for parallel.pp, cp or tp: the degrees nearest to the given one that divide the ranks which the
-    other two leave, and the model and sequence as that axis cuts them."""
+    other two leave, and the model and sequence as that axis cuts them. Those with which the batch can stay, if any."""
     parallel = config.parallel
     others = math.prod(max(getattr(parallel, other), 1) for other in ("pp", "cp", "tp") if other != axis)
     rest, given = world.ranks // others if world.ranks % others == 0 else world.ranks, getattr(parallel, axis)
     legal = [degree for degree in range(1, rest + 1) if rest % degree == 0 and _cuts(axis, degree, config)]
-    near = {max((d for d in legal if d <= given), default=1), *[d for d in legal if d >= given][:1]}
-    return _with_data(axis, sorted(near), rest, parallel)
+    legal = [degree for degree in legal if _batch_with(axis, degree, rest, config) == ""] or legal
+    near = {max((d for d in legal if d <= given), default=min(legal)), *[d for d in legal if d >= given][:1]}
+    return " or ".join(_with_data(axis, degree, rest, config) for degree in sorted(near))
+
+
+def _batch_with(axis: str, degree: int, rest: int, config: Config) -> str:
+    """The batch to write beside a degree that leaves other ranks for data; "" where the given one can stay."""
+    changed: dict[str, Any] = {axis: degree}
+    batch = config.batch_sequences
+    if batch is None or batch < 1 or config.eval_only:
+        return ""
+    parallel, ranks = replace(config.parallel, **changed), rest // degree
+    if batch % ranks == 0 and takes(parallel, batch // ranks):
+        return ""
+    micro = config.micro_batch if isinstance(config.micro_batch, int) and config.micro_batch >= 1 else 1
+    near = batches_around(batch, ranks * micro, parallel)
+    return f" batch_sequences={min(near, key=lambda size: abs(size - batch))}"
 
 
 def _cuts(axis: str, degree: int, config: Config) -> bool:
@@ -168,15 +199,39 @@ def _cuts(axis: str, degree: int, config: Config) -> bool:
     return degree == 1 or all(size is None or size < 1 or number < 1 or size % number == 0 for size, number in parts)
 
 
-def _with_data(axis: str, degrees: list[int], rest: int, parallel: ParallelConfig) -> str:
-    """Degrees to write; the others of `rest` ranks need a strategy that has something for them to do."""
+def _with_data(axis: str, degree: int, rest: int, config: Config) -> str:
+    """A degree to write; the others of `rest` ranks need a strategy that has something for them to do, beside which
+    the other axes stay."""
+    parallel = config.parallel
     whole = parallel.strategy is not Strategy.single
     if axis == "cp":  # of a single device resolve made copies, of a fixed number
         whole = -1 in (parallel.dp_replicate, parallel.dp_shard)
-    return " or ".join(
-        f"parallel.{axis}={degree}" if whole or degree == rest else f"parallel=fsdp2 parallel.{axis}={degree}"
-        for degree in degrees
-    )
+    written = f"parallel.{axis}={degree}{_batch_with(axis, degree, rest, config)}"
+    if whole or degree == rest:
+        return written
+    others = [other for other in ("pp", "cp", "tp") if other != axis and getattr(parallel, other) > 1]
+    return " ".join(["parallel=fsdp2", *(f"parallel.{other}={getattr(parallel, other)}" for other in others), written])
+
+
+def takes(parallel: ParallelConfig, micro_batches: int) -> bool:
+    """Whether a pipeline's schedule can take so many micro-batches, and each rank has work."""
+    return parallel.pp < 2 or (micro_batches >= parallel.pp and runs(parallel, micro_batches))
+
+
+def batches_around(batch: int, step: int, parallel: ParallelConfig) -> list[int]:
+    """The multiples of `step`, a micro-batch of each data rank, nearest to a batch, below and above, that the schedule
+    of a pipeline takes."""
+    below = next((n for n in range(batch // step, 0, -1) if takes(parallel, n)), None)
+    above = next(n for n in count(max(-(-batch // step), 1)) if takes(parallel, n))
+    return sorted({number * step for number in (below, above) if number is not None})
+
+
+def sizes_near(sequences: int, micro: int, parallel: ParallelConfig) -> list[int]:
+    """Sizes of micro-batches nearest to a given one that divide a rank's sequences, into as many as the schedule of a
+    pipeline takes."""
+    divisors = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    fitting = [size for size in divisors if takes(parallel, sequences // size)]
+    return sorted(sorted(fitting, key=lambda size: abs(size - micro))[:2])
 
 
 def _pipeline(config: Config, world: World) -> Iterator[Problem]:
@@ -204,9 +259,10 @@ def _pipeline(config: Config, world: World) -> Iterator[Problem]:
         reason = (
             f"is {counted(pp * each, 'stage')} with {each} on each rank, and the model has {counted(layers, 'layer')}"
         )
-        fewer = [legal_degrees("pp", config, world)] if layers // each > 1 else []
-        fewer += ["parallel.schedule=1f1b"] if each > 1 and layers >= pp else []
-        yield Problem("parallel.pp", pp, reason, " or ".join([*fewer, f"model.layers={pp * each}"]))
+        ways = [legal_degrees("pp", config, world)] if layers // each > 1 or config.eval_only else []
+        ways += ["parallel.schedule=1f1b"] if each > 1 and layers >= pp else []
+        ways += [] if config.eval_only else [f"model.layers={pp * each}"]  # the checkpoint's model is as it is
+        yield Problem("parallel.pp", pp, reason, " or ".join(ways))
     elif parallel.stage_layers is not None:
         given = parallel.stage_layers
         if len(given) != pp * each or sum(given) != layers or min(given) < 1:
@@ -219,21 +275,17 @@ def _pipeline(config: Config, world: World) -> Iterator[Problem]:
 
 def _scheduled(config: Config) -> Iterator[Problem]:
     """What a schedule needs of a step."""
-    parallel, pp, count = config.parallel, config.parallel.pp, _micro_batches(config)
+    parallel, number = config.parallel, _micro_batches(config)
     if config.micro_batch == "auto":
         yield Problem("micro_batch", "auto", AUTO_WITH_STAGES, "micro_batch=1, or another number")
-    elif count is not None and count >= 1 and not runs(parallel, count):
+    elif number is not None and number >= 1 and not runs(parallel, number):
         assert config.batch_sequences is not None and isinstance(config.micro_batch, int)
-        micro, rank = config.micro_batch, config.batch_sequences // data_ranks(config)
-        sizes = [size for size in range(1, rank + 1) if rank % size == 0 and runs(parallel, rank // size)]
-        more = next(n for n in range(count, count + 4 * pp + 1) if runs(parallel, n) and n >= pp)
-        batch = more * micro * data_ranks(config)
-        reason = (
-            f"leaves {counted(count, 'micro-batch')} of a step, which the schedule {parallel.schedule.name} cannot take"
-        )
-        near = sorted(sizes, key=lambda size: abs(size - micro))[:2]
-        written = [alternatives("micro_batch", sorted(near))] if near else []
-        yield Problem("micro_batch", micro, reason, " or ".join([*written, f"batch_sequences={batch}"]))
+        batch, micro, ranks = config.batch_sequences, config.micro_batch, data_ranks(config)
+        schedule = parallel.schedule.name
+        reason = f"leaves {counted(number, 'micro-batch')} of a step, which the schedule {schedule} cannot take"
+        sizes = alternatives("micro_batch", sizes_near(batch // ranks, micro, parallel))
+        batches = alternatives("batch_sequences", batches_around(batch, ranks * micro, parallel))
+        yield Problem("micro_batch", micro, reason, " or ".join(filter(None, [sizes, batches])))
     if parallel.schedule in SPLIT:
         if parallel.strategy is Strategy.fsdp2 and parallel.reshard_after_forward is not False:
             reason = (

@@ -117,17 +117,19 @@ def _read(tree: DictConfig, hydra: Any) -> tuple[Config, Chosen]:
 
 def _problems_behind(found: list[Problem], flags: argparse.Namespace, presets: Presets) -> list[Problem]:
     """What would be refused next, were the words mended as it is suggested (or left out): all is told at once."""
-    words = []
+    words, guessed = [], []
     for word in flags.overrides:
         wrong = override_problems([word], presets, sweep=False)
         mended = wrong[0].instead.partition(" or ")[0] if wrong else word
         if not override_problems([mended], presets, sweep=False):
             words.append(mended)
+            several = bool(wrong) and " or " in wrong[0].instead
+            guessed += [mended.partition("=")[0]] if several else []
     try:
         behind = _unsettled(*_compose(flags, [*presets.search, *words]))
     except Refusal as refusal:
         behind = refusal.problems
-    return _unrelated(behind, found)
+    return [problem for problem in _unrelated(behind, found) if problem.key not in guessed]
 
 
 def _unsettled(config: Config, chosen: Chosen) -> list[Problem]:

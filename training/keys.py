@@ -199,7 +199,11 @@ def _number(text: str) -> float | None:
 
 
 def nearest(word: str, names: Iterable[str], most: int = 3) -> list[str]:
-    """The names most like a word, best first: by the whole name, or mostly by its last part (lr -> optimizer.lr)."""
+    """The names most like a word, best first: by the whole name, or mostly by its last part (lr -> optimizer.lr). One
+    that differs only in capitals alone."""
+    names = list(names)
+    if word.lower() in names:
+        return [word.lower()]
     last = word.rpartition(".")[2]
     whole, part = SequenceMatcher(b=word), SequenceMatcher(b=last)  # they prepare b once for all names
     scored = []

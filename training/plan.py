@@ -165,10 +165,11 @@ def stages_table(config: Config, dtype: Dtype) -> str:
         whole = routers[stage.index]
         state = (held[stage.index] - whole) / (parallel.tp * parallel.shards) + whole
         state *= master_bytes(dtype) * (2 + moments)
-        layers = f"{stage.layers.start}-{stage.layers.stop - 1}" if len(stage.layers) > 1 else str(stage.layers.start)
+        first, last = stage.layers.start, stage.layers.stop - 1
+        layers = f"layers {first}-{last}" if last > first else f"layer {first}"
         ends = ["embedding"] * stage.first + ["head"] * stage.last
         share = flops[stage.index] / sum(flops.values())
-        holds = ", ".join([f"layers {layers}", *ends])
+        holds = ", ".join([layers, *ends])
         rows.append(
             [str(stage.index), str(stage.rank), holds, f"{held[stage.index]:,}", f"{share:.1%}", f"{state / GIB:.3g}"]
         )

@@ -30,7 +30,7 @@ from parallel.planning.layout import (
     units,
     values,
 )
-from parallel.planning.stages import Order, as_scheduled, held_stages, order_of, stage_shapes
+from parallel.planning.stages import as_scheduled, extrapolated, held_stages, order_of, stage_shapes
 from parallel.planning.traffic import ROUNDED_BYTES, Batch, reductions
 from parallel.recomputation import segment_borders, settled
 
@@ -90,10 +90,9 @@ def memory(
         raise ValueError("what experts keep for backward has no formula yet")
     masters = held_values(model, parallel, pipeline_rank=pipeline_rank) * master_bytes(compute)
     shapes = _held(model, parallel, pipeline_rank)
-    order = order_of(parallel, batch.accumulation, pipeline_rank)
     kept = as_scheduled(activations, parallel)
     if parallel.strategy is Strategy.single or parallel.torch_ddp:
-        copies, reduction = _whole(shapes, order, parallel, compute)
+        copies, reduction = _whole(shapes, batch, pipeline_rank, parallel, compute)
         reduction += _compressed(shapes[0], compute, compression) if parallel.torch_ddp else 0
     else:
         copies, reduction = _sharded(shapes, as_sharded(parallel), compute, reduce, batch, _at_once(model, kept))
@@ -102,11 +101,28 @@ def memory(
     context = context_bytes(model, parallel, compute)
     waiting = {stage.index: tokens * waiting_bytes(model, stage, kept, compute, tp, context) for stage in stages}
     running = {stage.index: tokens * running_bytes(model, stage, kept, compute, tp, context) for stage in stages}
-    found = peak_bytes(order, waiting, running)
+    found = _peak(parallel, batch, pipeline_rank, waiting, running)
     return Memory(masters, masters, moments * masters, copies, reduction, round(found))
 
 
-def _whole(shapes: dict[int, Shapes], order: Order, parallel: ParallelConfig, compute: Dtype) -> tuple[int, int]:
+def _peak(
+    parallel: ParallelConfig,
+    batch: Batch,
+    pipeline_rank: int,
+    waiting: dict[int, float],
+    running: dict[int, float],
+) -> float:
+    """peak_bytes of a step."""
+
+    def peak(micro_batches: int) -> float:
+        return peak_bytes(order_of(parallel, micro_batches, pipeline_rank), waiting, running)
+
+    return extrapolated(peak, parallel, batch.accumulation)
+
+
+def _whole(
+    shapes: dict[int, Shapes], batch: Batch, pipeline_rank: int, parallel: ParallelConfig, compute: Dtype
+) -> tuple[int, int]:
     """LowPrecision copies every parameter for the whole pass of a micro-batch, and the gradients of the copies arrive
     at the masters at its end; DDP may have its buckets beside the gradients."""
     held = {stage: values(of_stage) for stage, of_stage in shapes.items()}
@@ -114,7 +130,7 @@ def _whole(shapes: dict[int, Shapes], order: Order, parallel: ParallelConfig, co
     low = {stage: number * BYTES[compute] if cast else 0.0 for stage, number in held.items()}
     beside = parallel.torch_ddp and not parallel.gradient_as_bucket_view
     buckets = sum(held.values()) * master_bytes(compute) if beside else 0
-    return round(peak_bytes(order, low, low)), round(max(low.values())) + buckets
+    return round(_peak(parallel, batch, pipeline_rank, low, low)), round(max(low.values())) + buckets
 
 
 def _compressed(shapes: Shapes, compute: Dtype, compression: Compression) -> int:

@@ -1,7 +1,7 @@
 """How layers are cut into the stages of a pipeline, and what each rank holds and does of them. No torch here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 
 from models.config import ModelConfig
 from models.flops import block_flops_per_token, head_flops_per_token
@@ -10,6 +10,7 @@ from parallel.config import ActivationsConfig, ParallelConfig, Recompute, Schedu
 
 V_SHAPED = (Schedule["zbv"], Schedule["dualpipev"])
 ONE_STAGE = (Schedule["gpipe"], Schedule["1f1b"])
+ROUNDS = 8  # of micro-batches, a pipeline's filling and emptying and some more
 
 
 # Those that compute the gradients of weights apart from those of inputs.
@@ -82,15 +83,22 @@ def order_of(parallel: ParallelConfig, micro_batches: int, rank: int) -> Order:
     """The passes of a rank in a step. With a pipeline this imports torch, which has the schedules."""
     if parallel.pp == 1:
         return [("F", 0), ("B", 0)] * micro_batches
-    return _orders(parallel.schedule, parallel.pp, stages_per_rank(parallel), micro_batches)[rank]
-
-
-@cache
-def _orders(schedule: Schedule, ranks: int, each: int, micro_batches: int) -> list[Order]:
     from parallel.bubble import orders
 
-    found = orders(ParallelConfig(pp=ranks, schedule=schedule, stages_per_rank=each), micro_batches)
-    return [[(one.kind, one.stage) for turn in of_rank for one in turn] for of_rank in found]
+    return [(one.kind, one.stage) for turn in orders(parallel, micro_batches)[rank] for one in turn]
+
+
+def extrapolated(of: Callable[[int], float], parallel: ParallelConfig, micro_batches: int) -> float:
+    """What a step of so many micro-batches lasts, keeps or moves, from two steps of fewer where they are many: in its
+    middle a pipeline does the same in each round, and a round more adds as much as the one before."""
+    rounds = micro_batches // parallel.pp
+    more = rounds - ROUNDS
+    if parallel.pp == 1 or more < 1:
+        return of(micro_batches)
+    of_round = micro_batches // rounds
+    most = micro_batches - more * of_round
+    last = of(most)
+    return last + more * (last - of(most - of_round))
 
 
 def as_scheduled(activations: ActivationsConfig, parallel: ParallelConfig) -> ActivationsConfig:

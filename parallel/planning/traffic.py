@@ -4,9 +4,11 @@ tests/parallel/test_traffic.py holds each against the collectives that are reall
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from itertools import islice
 
 from models.config import ModelConfig
 from models.shapes import Shapes, has_gradient, in_router, parameter_shapes
@@ -35,7 +37,16 @@ from parallel.planning.layout import (
     units,
     values,
 )
-from parallel.planning.stages import Order, Stage, as_scheduled, held_stages, order_of, stage_shapes, stages
+from parallel.planning.stages import (
+    Order,
+    Stage,
+    as_scheduled,
+    extrapolated,
+    held_stages,
+    order_of,
+    stage_shapes,
+    stages,
+)
 from parallel.recomputation import recomputed_layers, segment_borders, settled
 
 COUNT_BYTES = 8  # of the number of predicted tokens, a float64
@@ -118,9 +129,9 @@ def traffic(
     if parallel.torch_ddp:
         found += _ddp(model, parallel, compute, compression)
     elif parallel.strategy is not Strategy.single:
-        order = order_of(parallel, batch.accumulation, pipeline_rank)
+        often = gathers_of_step(shapes, as_sharded(parallel), batch, pipeline_rank)
         cut = {stage: tensor_shapes(of_stage, parallel.tp, tensor_rank) for stage, of_stage in shapes.items()}
-        found += _sharded(cut, order, as_sharded(parallel), compute, reduce, batch)
+        found += _sharded(cut, often, as_sharded(parallel), compute, reduce, batch)
         found += _whole(model, together, parallel, compute)
     if parallel.tp > 1:
         kept = as_scheduled(activations, parallel)
@@ -206,7 +217,7 @@ def gathers(order: Order, parallel: ParallelConfig) -> dict[int, Gathers]:
     many = len({stage for _, stage in order}) > RESIDENT
     for place, (kind, stage) in enumerate(order):
         if many:
-            near = list(dict.fromkeys(stage for _, stage in order[place:]))[:RESIDENT]
+            near = _next_stages(order, place)
             gathered = {stage: whole for stage, whole in gathered.items() if stage in near}
         if stage not in gathered:
             found[stage].first += 1
@@ -218,8 +229,42 @@ def gathers(order: Order, parallel: ParallelConfig) -> dict[int, Gathers]:
     return found
 
 
+def _next_stages(order: Order, place: int) -> list[int]:
+    """The first RESIDENT different ones from a place in the order on."""
+    found: list[int] = []
+    for _, stage in islice(order, place, None):
+        if stage not in found:
+            found.append(stage)
+        if len(found) == RESIDENT:
+            break
+    return found
+
+
+def gathers_of_step(
+    held: Iterable[int], parallel: ParallelConfig, batch: Batch, pipeline_rank: int
+) -> dict[int, Gathers]:
+    """Of the stages a rank holds. parallel: as_sharded."""
+
+    @cache
+    def of(micro_batches: int) -> dict[int, Gathers]:
+        return gathers(order_of(parallel, micro_batches, pipeline_rank), parallel)
+
+    def times(read: Callable[[Gathers], int], stage: int) -> int:
+        return round(extrapolated(lambda count: read(of(count)[stage]), parallel, batch.accumulation))
+
+    return {
+        stage: Gathers(times(lambda found: found.first, stage), times(lambda found: found.again, stage))
+        for stage in held
+    }
+
+
 def _sharded(
-    held: dict[int, Shapes], order: Order, parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch
+    held: dict[int, Shapes],
+    often: dict[int, Gathers],
+    parallel: ParallelConfig,
+    compute: Dtype,
+    reduce: Dtype,
+    batch: Batch,
 ) -> Iterator[Traffic]:
     """FSDP2. A unit is a block, or the root of a stage: what is outside of its blocks, if there is anything.
 
@@ -228,7 +273,7 @@ def _sharded(
     as it was resharded to; the root never is. Gradients, in the reduce dtype: reduce-scattered over shards in each
     micro-batch or once a step, then all-reduced over replicas once a step."""
     shards, replicas = parallel.shards, parallel.copies
-    often, times = gathers(order, parallel), reductions(parallel, batch)
+    times = reductions(parallel, batch)
     first = again = reduced = 0  # numbers of collectives
     gathered = gathered_again = shard = 0  # values of a rank's share
     for index, shapes in held.items():

@@ -1,13 +1,26 @@
 """The simulated bubble against closed formulas."""
 
 from dataclasses import replace
+from functools import partial
+from random import Random
+from time import process_time
 
 import pytest
 
-from parallel.bubble import COST, Pass, Turn, orders, simulate
-from parallel.config import ParallelConfig, Schedule
-from parallel.planning.stages import runs, stages_per_rank
+from models.config import ModelConfig
+from parallel.bubble import COST, Pass, Turn, bubble, lasts, orders, simulate
+from parallel.config import ParallelConfig, Schedule, Strategy
+from parallel.planning.activations import peak_bytes
+from parallel.planning.stages import (
+    ROUNDS,
+    extrapolated,
+    order_of,
+    runs,
+    stages_per_rank,
+)
+from parallel.planning.traffic import Batch, gathers, gathers_of_step
 
+LOOPED = (Schedule["interleaved_1f1b"], Schedule["looped_bfs"], Schedule["interleaved_zero_bubble"])
 EVEN = [(pp, count) for pp in (2, 4) for count in (4, 8, 16)]
 
 
@@ -61,6 +74,43 @@ def test_torch_takes_the_micro_batches_that_are_let_through(schedule: Schedule) 
             else:
                 with pytest.raises((ValueError, RuntimeError)):
                     orders(parallel, count)
+
+
+@pytest.mark.parametrize("schedule", Schedule, ids=lambda schedule: schedule.name)
+def test_a_long_step_is_told_from_short_ones(schedule: Schedule) -> None:
+    """Time, memory and gathers, against the passes of the whole step; stages of unequal cost."""
+    draw = Random(0)
+    for pp, count in ((2, 41), (4, 64), (4, 48), (5, 90), (10, 110)):  # 110: ten rounds of eleven
+        each = 4 if pp == 2 and schedule in LOOPED else None
+        parallel = ParallelConfig(strategy=Strategy.fsdp2, pp=pp, dp_shard=2, schedule=schedule, stages_per_rank=each)
+        if not runs(parallel, count):
+            continue
+        assert count // pp > ROUNDS
+        seconds = {index: draw.uniform(0.5, 1.5) for index in range(pp * stages_per_rank(parallel))}
+        told = extrapolated(partial(duration, parallel, seconds), parallel, count)
+        assert told == pytest.approx(duration(parallel, seconds, count), rel=1e-3)
+        for rank in (0, pp - 1):
+            told = extrapolated(partial(peak, parallel, rank, seconds), parallel, count)
+            assert told == pytest.approx(peak(parallel, rank, seconds, count))
+            order = order_of(parallel, count, rank)
+            held = {stage for _, stage in order}
+            assert gathers_of_step(held, parallel, Batch(1, count, 1), rank) == gathers(order, parallel)
+
+
+def duration(parallel: ParallelConfig, seconds: dict[int, float], count: int) -> float:
+    return lasts(orders(parallel, count), seconds)
+
+
+def peak(parallel: ParallelConfig, rank: int, kept: dict[int, float], count: int) -> float:
+    return peak_bytes(order_of(parallel, count, rank), kept, kept)
+
+
+@pytest.mark.parametrize("schedule", Schedule, ids=lambda schedule: schedule.name)
+def test_any_number_of_micro_batches_is_told_at_once(schedule: Schedule) -> None:
+    parallel = ParallelConfig(pp=16, schedule=schedule)
+    began = process_time()
+    assert 0 <= bubble(ModelConfig(layers=64, vocab_size=7), parallel, 2**20) < 0.01
+    assert process_time() - began < 10  # minutes, and then no memory, where every pass is looked at
 
 
 def test_an_order_that_cannot_end_is_told() -> None:

@@ -31,6 +31,7 @@ def settled(words: list[str]) -> Config:
         "activations=full",
         "compile=block parallel.schedule=looped_bfs parallel.stages_per_rank=3",
         "parallel.stage_layers=[2,10] micro_batch=1",
+        "batch_sequences=4096 parallel.stage_layers=[2,10]",
     ],
 )
 def test_what_would_shrink_the_bubble_is_legal_and_does(words: str) -> None:
@@ -44,6 +45,7 @@ def test_what_would_shrink_the_bubble_is_legal_and_does(words: str) -> None:
         other = given | dict(word.split("=") for word in written.split())
         assert bubble_share(settled([f"{key}={value}" for key, value in other.items()])) == pytest.approx(share)
         assert share < bubble_share(config)
+    assert ("parallel.stage_layers=null" in dict(ways)) == ("stage_layers" in words)
     split = any(name in written for written, _ in ways for name in ("zbv", "dualpipev", "zero_bubble"))
     assert split == (not words.startswith(("activations", "compile")))  # what does not go with these is not told
     v_shaped = [written for written, _ in ways if "zbv" in written or "dualpipev" in written]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from parallel.config import ParallelConfig, Schedule, Strategy
 from parallel.planning.stages import runs, stages
 from training.check import RANGES, accumulation, check, describe
+from training.compose import compose
 from training.config import Config, leaves
 from training.keys import keys
 from training.refusal import Problem
@@ -51,7 +52,7 @@ def test_the_default_is_right() -> None:
     [
         ("model__heads", 3, "model.heads=2 or model.heads=4, or model.dim=126 or model.dim=129"),
         ("model__heads", 300, "model.heads=128"),
-        ("model__dim", 0, "model.dim=1"),
+        ("model__dim", 0, "model.dim=2"),
         ("model__vocab_size", 100, "model.vocab_size=null"),
         ("model__dropout", 1.0, "model.dropout=0.0"),
         ("model__moe__top_k", 3, "model.moe.experts=8"),
@@ -69,7 +70,7 @@ def test_the_default_is_right() -> None:
         ("optimizer__clip", -1.0, "optimizer.clip=1.0"),
         ("optimizer__compression", "bf16", "parallel=ddp, or optimizer.compression=none"),
         ("optimizer__powersgd_rank", 2, "optimizer.compression=powersgd"),
-        ("optimizer__powersgd_rank", 0, "optimizer.powersgd_rank=1"),
+        ("optimizer__powersgd_rank", 0, "optimizer.powersgd_rank=4"),
         ("optimizer__powersgd_start_step", -1, "optimizer.powersgd_start_step=0"),
         ("data__heldout", 1.0, "data.heldout=0.05"),
         ("data__heldout", 0.0, "evals=none"),
@@ -87,9 +88,9 @@ def test_the_default_is_right() -> None:
         ("parallel__ep", 2, "parallel.ep=1"),
         ("activations__mode", "budget", "compile=block or compile=model"),
         ("activations__segments", 2, "activations=segments"),
-        ("activations__segments", 0, "activations.segments=1"),
+        ("activations__segments", 0, "activations.segments=null"),
         ("activations__every_n", 3, "activations=every_n"),
-        ("activations__every_n", 0, "activations.every_n=1"),
+        ("activations__every_n", 0, "activations.every_n=2"),
         ("activations__budget", 0.3, "activations=budget"),
         ("activations__budget", 0.0, "activations.budget=0.5"),
         ("activations__budget", 1.1, "activations.budget=0.5"),
@@ -202,6 +203,16 @@ def test_degrees(strategy: str, degrees: dict[str, int], world: World, key: str,
     found = problems(world, strategy, **{f"parallel__{name}": degree for name, degree in degrees.items()})
     assert set(found) == {key}
     assert instead in found[key].instead
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_one_rank_is_told_how_to_start_more(axis: str, strategy: str) -> None:
+    degrees: dict[str, Any] = {f"parallel__{axis}": 2}
+    found = problems(strategy=strategy, **degrees)[f"parallel.{axis}"]
+    assert found.instead == f"`torchrun --nproc-per-node 2 train.py ...` or parallel.{axis}=1"
+    found = problems(strategy=strategy, check_only=True, **degrees)[f"parallel.{axis}"]
+    assert found.instead == f"hardware.gpus=2 or parallel.{axis}=1"
 
 
 def test_each_mode_of_activations_has_its_keys() -> None:
@@ -391,6 +402,53 @@ def test_a_pipeline_that_passes_can_run_and_what_is_suggested_passes(
 
 
 @pytest.mark.parametrize(
+    ("ranks", "words", "key"),
+    [
+        (2, "parallel=pp parallel.schedule=interleaved_1f1b parallel.stages_per_rank=0", "parallel.stages_per_rank"),
+        (1, "parallel.stages_per_rank=0", "parallel.stages_per_rank"),
+        (2, "parallel=pp micro_batch=0", "micro_batch"),
+        (2, "parallel=pp micro_batch=16", "batch_sequences"),
+        (4, "parallel=fsdp2 parallel.pp=2 batch_sequences=3", "batch_sequences"),
+        (2, "parallel.pp=2 batch_sequences=0", "batch_sequences"),
+        (2, "parallel.pp=2 batch_tokens=0 batch_sequences=null", "batch_tokens"),
+        (6, "parallel=pp parallel.tp=3", "parallel.tp"),
+        (9, "parallel.pp=9 batch_sequences=16", "parallel.pp"),
+        (4, "parallel.pp=3 model.layers=2", "parallel.pp"),
+        (2, "parallel=ddp parallel.pp=2 parallel.reduce=micro_batch", "parallel.reduce"),
+        (2, "parallel=ddp parallel.pp=2 parallel.static_graph=true", "parallel.static_graph"),
+        (4, "parallel.pp=4 batch_sequences=26 parallel.schedule=interleaved_1f1b model.layers=8", "micro_batch"),
+    ],
+)
+def test_what_is_suggested_for_a_pipeline_passes_as_it_is_typed(ranks: int, words: str, key: str) -> None:
+    """Each way, beside what was typed: nothing is left to refuse."""
+    typed = dict(word.split("=", 1) for word in words.split())
+    (problem,) = (problem for problem in typed_problems(ranks, typed) if problem.key == key)
+    ways = [way for way in re.split(r"[,;]? or ", problem.instead) if "=" in way or way == "leave it out"]
+    assert ways
+    for way in ways:
+        kept = {name: value for name, value in typed.items() if way != "leave it out" or name != key}
+        mended = dict(word.split("=") for word in way.split()) if "=" in way else {}
+        assert typed_problems(ranks, kept | mended) == [], (problem, way)
+        if "parallel" in mended:  # another preset
+            assert typed.get("parallel") != "pp" or "parallel.pp" in mended
+
+
+def typed_problems(ranks: int, typed: dict[str, str]) -> list[Problem]:
+    config, chosen = compose(["hardware.device=cpu", *(f"{name}={value}" for name, value in typed.items())])
+    world = World(ranks, ranks)
+    resolve(config, world, chosen)
+    return check(config, world)
+
+
+def test_a_checkpoints_model_is_not_another_one_for_a_pipeline() -> None:
+    values: dict[str, Any] = {"parallel__schedule": "zbv", "model__layers": 4, "checkpoint__load": "a"}
+    known = made(World(3, 3), parallel__pp=3, eval_only=True, **values)
+    resolve_model(known)
+    (problem,) = check(known, World(3, 3))
+    assert problem.key == "parallel.pp" and "model." not in problem.instead and "pp=1" in problem.instead
+
+
+@pytest.mark.parametrize(
     ("values", "key", "reason", "instead"),
     [
         ({"parallel__cp": 3}, "parallel.cp", "does not divide the 8 ranks", "parallel.cp=2 or parallel.cp=4"),
@@ -476,7 +534,8 @@ def test_degrees_that_are_suggested_are_legal(
     sizes |= {"batch_sequences": 144, "micro_batch": 1}
     key = f"parallel.{axis}"
     for problem in check(made(world, strategy, **(open_degree[strategy] | given | sizes)), world):
-        for way in re.split(r",? or ", problem.instead) if problem.key == key else ():
+        ways = re.split(r",? or ", problem.instead) if problem.key == key else []
+        for way in filter(lambda way: "=" in way, ways):
             typed = dict(re.findall(r"([\w.]+)=(\w+)", way))
             chosen = typed.pop("parallel", strategy)
             mended = {name.replace(".", "__"): int(value) for name, value in typed.items()}

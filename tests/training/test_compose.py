@@ -102,6 +102,17 @@ def test_misspelt_keys_of_a_file_are_refused_with_their_place(folder: Path) -> N
     assert all("mine.yaml:" in problem.reason for problem in found)
 
 
+def test_one_of_several_guesses_has_no_problems_of_its_own() -> None:
+    with pytest.raises(Refusal) as refused:
+        compose(["parallel.xp=2"])
+    (problem,) = refused.value.problems
+    assert problem.key == "parallel.xp" and " or " in problem.instead
+    with pytest.raises(Refusal) as refused:
+        compose(["parallel.PP=2"])
+    assert [problem.key for problem in refused.value.problems] == ["parallel.PP", "parallel.pp"]
+    assert refused.value.problems[0].instead == "parallel.pp=2"
+
+
 def test_wrong_values_of_a_file_are_refused_at_once(folder: Path) -> None:
     (folder / "model" / "mine.yaml").write_text("layers: 2\nheads: '4'\ndropout: yes\n")
     text = """
@@ -416,6 +427,7 @@ def test_check_only_tells_of_the_stages_and_the_bubble(tmp_path: Path) -> None:
     """But not where a checkpoint is scored, whose model is not the config's."""
     layout = ["hardware.gpus=8", "parallel=pp"]
     told = "\n".join(told_of(*layout, "model.layers=8", "micro_batch=1"))
+    assert " layer 0, embedding " in told and " layer 7, head " in told
     assert "# bubble: " in told and "planned GiB" in told and "MB a step" in told
     own = folders.folder_of(tmp_path / "checkpoints", 5)
     own.mkdir(parents=True)
