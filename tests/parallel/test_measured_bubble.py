@@ -1,6 +1,7 @@
 """The measured bubble of stages whose passes last as long as they are told to, against the simulated one."""
 
 import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ CPU = torch.device("cpu")
 SECONDS = 0.12  # of a forward pass, of the gradient of its input and of that of its weights
 MICRO_BATCHES = 4
 FEW = {Schedule["interleaved_zero_bubble"]: 2, Schedule["zbv"]: 2}  # with more their bubble is hardly there
-STEPS = 4  # at most: what else the machine does disturbs some
+STEPS = 3
+CASES = [(2, name, longest) for name in Schedule.__members__ for longest in ("even", "last stage twice as long")]
+CASES += [(4, name, "even") for name in ("1f1b", "interleaved_zero_bubble", "zbv")]
 
 
 class Wait(torch.autograd.Function):
@@ -52,8 +55,8 @@ class Slow(nn.Module):
         return (y * torch.ones_like(y)).sum().reshape(1) if self.last else (y,)  # a gradient that can be sent
 
 
-def measured(parallel: ParallelConfig, count: int, seconds: dict[int, float], expected: float) -> list[float]:
-    """Of several steps of so many micro-batches, up to the first that is as expected."""
+def measured(parallel: ParallelConfig, count: int, seconds: dict[int, float]) -> list[float]:
+    """Of several steps of so many micro-batches."""
     start_process_group(CPU, 60)
     mesh = build_mesh(parallel, CPU)
     model = ModelConfig(layers=parallel.pp * stages_per_rank(parallel), dim=4, vocab_size=7)
@@ -70,26 +73,21 @@ def measured(parallel: ParallelConfig, count: int, seconds: dict[int, float], ex
     step()  # connects
     for index, stage in slow.items():
         stage.seconds = seconds[index]
-    shares: list[float] = []
-    while len(shares) < STEPS and not (shares and agrees(shares[-1], expected)):
-        shares.append(step())
-    return shares
-
-
-def agrees(share: float, expected: float) -> bool:
-    return share == pytest.approx(expected, rel=0.1)
+    return [step() for _ in range(STEPS)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("longest", ["even", "last stage twice as long"])
-@pytest.mark.parametrize("schedule", Schedule, ids=lambda schedule: schedule.name)
-def test_the_measured_bubble_is_the_simulated_one(schedule: Schedule, longest: str) -> None:
-    parallel = ParallelConfig(pp=2, schedule=schedule)
+@pytest.mark.parametrize(("pp", "name", "longest"), CASES)
+def test_the_measured_bubble_is_the_simulated_one(pp: int, name: str, longest: str) -> None:
+    """The median of the steps on each rank: what else the machine does disturbs some, and only lengthens them. Sending
+    costs nothing in the simulation and some milliseconds here."""
+    parallel = ParallelConfig(pp=pp, schedule=Schedule[name])
     number = parallel.pp * stages_per_rank(parallel)
     seconds = dict.fromkeys(range(number), SECONDS)
     if longest != "even":
         seconds = dict.fromkeys(seconds, SECONDS / 2) | {number - 1: SECONDS}
-    count = FEW.get(schedule, MICRO_BATCHES)
+    few = FEW.get(parallel.schedule, MICRO_BATCHES)
+    count = few if pp == 2 else 4
     expected = simulate(orders(parallel, count), seconds)
-    for found in run_ranks(2, measured, parallel, count, seconds, expected):
-        assert agrees(found[-1], expected), (found, expected)
+    for found in run_ranks(pp, measured, parallel, count, seconds):
+        assert median(found) == pytest.approx(expected, rel=0.1), found
