@@ -76,11 +76,11 @@ def measured(parallel: ParallelConfig, count: int, seconds: dict[int, float]) ->
     return [step() for _ in range(STEPS)]
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.parametrize(("pp", "name", "longest"), CASES)
 def test_the_measured_bubble_is_the_simulated_one(pp: int, name: str, longest: str) -> None:
-    """The median of the steps on each rank: what else the machine does disturbs some, and only lengthens them. Sending
-    costs nothing in the simulation and some milliseconds here."""
+    """The median of the steps on each rank, of at most three tries: what else the machine does disturbs some, and only
+    lengthens them. Sending costs nothing in the simulation and some milliseconds here."""
     parallel = ParallelConfig(pp=pp, schedule=Schedule[name])
     number = parallel.pp * stages_per_rank(parallel)
     seconds = dict.fromkeys(range(number), SECONDS)
@@ -89,5 +89,8 @@ def test_the_measured_bubble_is_the_simulated_one(pp: int, name: str, longest: s
     few = FEW.get(parallel.schedule, MICRO_BATCHES)
     count = few if pp == 2 else 4
     expected = simulate(orders(parallel, count), seconds)
-    for found in run_ranks(pp, measured, parallel, count, seconds):
-        assert median(found) == pytest.approx(expected, rel=0.1), found
+    for _ in range(3):
+        found = run_ranks(pp, measured, parallel, count, seconds)
+        if all(median(of_rank) == pytest.approx(expected, rel=0.1) for of_rank in found):
+            return
+    raise AssertionError(f"expected {expected}, found {found}")
