@@ -58,8 +58,8 @@ TENSOR_STREAMS = Training("streams for tp", "adamw", "fp64")
 CONTEXT_TRAININGS = [
     Training("grouped heads", "sgd", "fp64"),
     Training("streams for tp", "adamw", "fp64"),
-    Training("untied for tp", "sgd", "fp32"),
 ]
+CONTEXT_FLOAT32 = Training("untied for tp", "sgd", "fp32")
 EXPERT_TRAININGS = {
     3: [Training("experts by the step before", "sgd", "fp64"), Training("experts", "adamw", "fp64")],
     1: [Training("experts", "sgd", "fp64"), Training("experts by the step before", "adamw", "fp64")],
@@ -83,13 +83,24 @@ def gloo_cannot(layout: Layout) -> pytest.MarkDecorator:
     return pytest.mark.skipif(old and v_shaped, reason="torch 2.11 cannot run it over gloo")
 
 
+# Of the layouts on 8 ranks, and of the schedules on 4, those that are tried in every test run.
+QUICK_ON_8 = ("parallel=3d", "parallel=fsdp2 parallel.tp=2 parallel.cp=2 parallel.ep=2")
+QUICK_ON_4 = ("1f1b", "interleaved_1f1b", "zbv")
+
+
+def is_quick(layout: Layout) -> bool:
+    _, schedule, name = layout.overrides.partition("parallel=pp parallel.schedule=")
+    if layout.ranks == 4 and schedule:
+        return name in QUICK_ON_4
+    return layout.ranks < 8 or layout.overrides in QUICK_ON_8
+
+
 def cases_of(layout: Layout, count: int, trainings: list[Training]) -> list[Any]:
-    """The first training is tried in every test run, the others with the slow tests."""
-    marks = [gloo_cannot(layout)]
-    first, *others = (Case(layout, count, training) for training in trainings)
+    """The first training is tried in every test run on most layouts, the others with the slow tests."""
+    marks, slow = [gloo_cannot(layout)], [pytest.mark.slow]
+    cases = [Case(layout, count, training) for training in trainings]
     return [
-        pytest.param(first, marks=marks),
-        *[pytest.param(case, marks=[*marks, pytest.mark.slow]) for case in others],
+        pytest.param(case, marks=marks if case is cases[0] and is_quick(layout) else marks + slow) for case in cases
     ]
 
 
@@ -118,6 +129,11 @@ CASES = [
         if layout.overrides == "parallel=fsdp2 parallel.tp=2"
     ],
     *[case for layout in CONTEXT for case in cases_of(layout, 3, CONTEXT_TRAININGS)],
+    *[
+        pytest.param(Case(layout, 3, CONTEXT_FLOAT32), marks=pytest.mark.slow)
+        for layout in CONTEXT
+        if layout.ranks == 2
+    ],
     *[Case(layout, 1, CONTEXT_TRAININGS[0]) for layout in CONTEXT if layout.ranks == 2],
     *[Case(layout, 3, CONTEXT_TRAININGS[0]) for layout in CONTEXT_ACTIVATIONS],
     *[case for layout, count in PIPELINE for case in cases_of(layout, count, PIPELINE_TRAININGS)],
