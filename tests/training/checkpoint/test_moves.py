@@ -57,7 +57,9 @@ def draw(random: Random, number: int, model: dict[str, Any]) -> Drawn:
     ranks = random.choice(RANKS)
     tp = random.choice([degree for degree in divisors(ranks) if degree in (1, 2, 4)])
     pp = random.choice([degree for degree in divisors(ranks // tp) if degree in (1, 2)])
-    cp = random.choice([degree for degree in divisors(ranks // tp // pp) if degree == 1 or 2 * degree * tp <= LENGTH])
+    cp = random.choice(
+        [degree for degree in divisors(ranks // tp // pp) if degree == 1 or LENGTH % (2 * degree * tp) == 0]
+    )
     there = ranks // tp // pp // cp
     times = random.choice([number for number in divisors(SEQUENCES // there) if pp <= number <= 3])
     config = Config(steps=3, batch_sequences=SEQUENCES, sequence_length=LENGTH)
