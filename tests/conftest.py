@@ -11,14 +11,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before any test imports torch
 OLDEST_TORCH = ("tests/parity/", "tests/training/checkpoint/", "tests/training/optimizers/")
 
 
-# Of the many layouts, every second.
+# Of its many layouts every third; of those that are slow every second is only tried in an exhaustive run.
 MATRIX = "tests/parity/test_parity.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = 0
     for place, item in enumerate(items):
-        if item.nodeid.startswith(OLDEST_TORCH) and not (item.nodeid.startswith(MATRIX) and place % 2):
+        in_matrix = item.nodeid.startswith(MATRIX)
+        if item.nodeid.startswith(OLDEST_TORCH) and not (in_matrix and place % 3):
             item.add_marker(pytest.mark.torch211)
+        if in_matrix and item.get_closest_marker("slow") is not None:
+            slow += 1
+            if slow % 2:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

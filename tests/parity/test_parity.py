@@ -86,12 +86,21 @@ def gloo_cannot(layout: Layout) -> pytest.MarkDecorator:
 # Of the layouts on 8 ranks, and of the schedules on 4, those that are tried in every test run.
 QUICK_ON_8 = ("parallel=3d", "parallel=fsdp2 parallel.tp=2 parallel.cp=2 parallel.ep=2")
 QUICK_ON_4 = ("1f1b", "interleaved_1f1b", "zbv")
+QUICK_SHARED = (  # of those on 4 whose ranks share sequences or experts
+    "parallel=fsdp2 parallel.cp=2 parallel.context=ring",
+    "parallel=tp parallel.tp=2 parallel.cp=2 parallel.context=ulysses",
+    "parallel=fsdp2 parallel.ep=2",
+    "parallel=fsdp2 parallel.tp=2 parallel.ep=4",
+    "parallel=tp parallel.tp=2 parallel.cp=2 parallel.ep=4",
+)
 
 
 def is_quick(layout: Layout) -> bool:
     _, schedule, name = layout.overrides.partition("parallel=pp parallel.schedule=")
     if layout.ranks == 4 and schedule:
         return name in QUICK_ON_4
+    if layout.ranks == 4 and ("parallel.cp=" in layout.overrides or "parallel.ep=" in layout.overrides):
+        return layout.overrides in QUICK_SHARED
     return layout.ranks < 8 or layout.overrides in QUICK_ON_8
 
 

@@ -22,7 +22,7 @@ from training.ranks import Ranks
 from training.resolve import Chosen, resolve
 
 SEED = int(os.environ.get("LAYOUTS_SEED", "1"))
-LEGAL, MORE_LEGAL, ILLEGAL = 6, 12, 400
+LEGAL, MORE_LEGAL, MANY_LEGAL, ILLEGAL = 4, 10, 200, 400
 LRS = (0.004, 0.01)
 
 
@@ -81,7 +81,16 @@ def run(tasks: list[Task]) -> list[Differences]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "numbers", [range(LEGAL), pytest.param(range(LEGAL, LEGAL + MORE_LEGAL), marks=pytest.mark.slow)], ids=str
+    "numbers",
+    [
+        range(LEGAL),
+        pytest.param(range(LEGAL, MORE_LEGAL), marks=pytest.mark.slow),
+        *[
+            pytest.param(range(first, min(first + 20, MANY_LEGAL)), marks=pytest.mark.exhaustive)
+            for first in range(MORE_LEGAL, MANY_LEGAL, 20)
+        ],
+    ],
+    ids=str,
 )
 def test_a_random_layout_gives_the_run_of_the_plain_loop(numbers: range) -> None:
     print(f"LAYOUTS_SEED={SEED}")

@@ -25,7 +25,7 @@ def check_rows(runs: Runs, name: str, whole: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(hasattr(PipelineStage, "_get_init_p2p_neighbors_ops"), reason="torch 2.11 cannot run it over gloo")
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_other_stages_and_schedules(runs: Runs, tied: bool) -> None:
     """In float64, where what is more than rounding shows."""
     base, whole = f"{RUN} model.tied_head={str(tied).lower()}", f"whole-stages-{tied}"
