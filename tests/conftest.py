@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before any test imports torch
 OLDEST_TORCH = ("tests/parity/", "tests/training/checkpoint/", "tests/training/optimizers/")
 
 
-# Of its many layouts every third; of those that are slow every second is only tried in an exhaustive run.
+# Of its many layouts every fourth; of those that are slow two of three are only tried in an exhaustive run.
 MATRIX = "tests/parity/test_parity.py"
 
 
@@ -19,11 +19,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = 0
     for place, item in enumerate(items):
         in_matrix = item.nodeid.startswith(MATRIX)
-        if item.nodeid.startswith(OLDEST_TORCH) and not (in_matrix and place % 3):
+        if item.nodeid.startswith(OLDEST_TORCH) and not (in_matrix and place % 4):
             item.add_marker(pytest.mark.torch211)
         if in_matrix and item.get_closest_marker("slow") is not None:
             slow += 1
-            if slow % 2:
+            if slow % 3:
                 item.add_marker(pytest.mark.exhaustive)
 
 

@@ -28,7 +28,7 @@ from training.config import CheckpointConfig, Config, Load
 from training.ranks import Ranks
 
 SEED = int(os.environ.get("LAYOUTS_SEED", "1"))
-LAYOUTS, PAIRS = 6, 10  # for each model
+LAYOUTS, PAIRS = 6, 7  # for each model
 RANKS = [1, 2, 3, 4, 4, 8]
 SEQUENCES, LENGTH, VOCABULARY, LR = 24, 8, 67, 0.01
 MODELS: list[dict[str, Any]] = [
