@@ -49,6 +49,7 @@ class Spread:
     pipeline: "Pipeline | None" = None
     shared: "list[Shared]" = field(default_factory=list)
     share: SequenceShare | None = None  # where ranks share sequences
+    views: list[DeviceMesh] = field(default_factory=list)  # of the same ranks, by shared sequences and by experts
     powersgd: PowerSGD | None = None
 
     @property
@@ -129,17 +130,19 @@ def parallelize(
         alike = cut_tensors(decoder, mesh["tp"])
         if parallel.async_tp:
             overlap_communication(mesh["tp"])
-    share = None
+    share, views = None, []
     if parallel.cp > 1:
         from parallel.context import share_sequences  # imports DTensor, which takes seconds
 
-        share = SequenceShare(context_view(parallel, device)["cp"])
+        views.append(context_view(parallel, device))
+        share = SequenceShare(views[-1]["cp"])
         share_sequences(decoder, parallel.context, share)
     of_experts: DeviceMesh | None = None
     if experts_apart(model, parallel):
         from parallel.expert import cut_experts
 
         of_experts = expert_view(parallel, device)
+        views.append(of_experts)
         if parallel.ep > 1:
             cut_experts(decoder, of_experts["ep"])
         compile = replace(compile, scope=Scope.none)  # what goes to other ranks has no fixed size
@@ -177,7 +180,7 @@ def parallelize(
     check_replicas(decoder, mesh)
     data = next(iter(spreads.values()))
     whole = whole_parameters(decoder) if isinstance(data, Sharded) else []
-    spread = Spread(decoder, data, compiled, alike, whole, share=share, powersgd=powersgd)
+    spread = Spread(decoder, data, compiled, alike, whole, share=share, views=views, powersgd=powersgd)
     if parallel.pp > 1:
         assert mesh is not None
         passes = {index: of_stage.call for index, of_stage in spreads.items()}

@@ -1,7 +1,7 @@
 """Degrees to a mesh of ranks with named axes, and sums over them."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -37,13 +37,15 @@ def start_process_group(device: torch.device, timeout_seconds: float) -> dist.Pr
     return group
 
 
-def shorten_timeouts(mesh: DeviceMesh | None, cpu_group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
-    """After the first step: from now on a collective that waits longer than this ends the run."""
-    if mesh is None:
+def shorten_timeouts(meshes: Sequence[DeviceMesh], cpu_group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
+    """After the first step: from now on a collective that waits longer than this ends the run. meshes: none on a single
+    device."""
+    if not meshes:
         return
     # public since torch 2.15; before, private with the same effect, seen on 2.11
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-    for group in (dist.group.WORLD, cpu_group, *mesh.get_all_groups()):
+    of_meshes = [group for mesh in meshes for group in mesh.get_all_groups()]
+    for group in (dist.group.WORLD, cpu_group, *of_meshes):
         set_timeout(timedelta(seconds=timeout_seconds), group)
 
 

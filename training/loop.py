@@ -92,7 +92,8 @@ def report(run: Run, step: int) -> None:
 def prove(run: Run, step: int) -> None:
     """After the first step: what connects and compiles is done, so collectives may wait less long; and a run that is
     meant to last shows that what it saves can be read back."""
-    shorten_timeouts(run.step.mesh, run.ranks.group, run.config.parallel.timeout_seconds)
+    meshes = [] if run.step.mesh is None else [run.step.mesh, *run.step.spread.views]
+    shorten_timeouts(meshes, run.ranks.group, run.config.parallel.timeout_seconds)
     wanted = run.config.checkpoint.test_restore
     lasts = run.ranks.first(run.meters.last_step_seconds * (run.steps - step) > LONG_RUN_SECONDS)
     if wanted is TestRestore.always or (wanted is TestRestore.auto and lasts):

@@ -1,11 +1,13 @@
 """The mesh, and the same ranks as layers of experts see them."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from parallel.config import ParallelConfig, Strategy
-from parallel.mesh import build_mesh, context_view, data_coordinate, expert_view, start_process_group
+from parallel.mesh import build_mesh, context_view, data_coordinate, expert_view, shorten_timeouts, start_process_group
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -28,6 +30,24 @@ def groups_of_experts() -> None:
 
 def test_experts_borrow_from_the_axes_that_share_a_copy() -> None:
     run_ranks(8, groups_of_experts, timeout=120)
+
+
+def waits_alone() -> float:
+    """Seconds until a rank that its neighbour along cp keeps waiting gives up."""
+    group = start_process_group(CPU, 60)
+    view = context_view(ParallelConfig(Strategy.fsdp2, cp=2), CPU)
+    shorten_timeouts([view], group, 1)
+    began = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=view.get_group("cp"))
+    else:
+        time.sleep(8)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_waits_for_another_of_its_sequence_gives_up_in_time() -> None:
+    assert run_ranks(2, waits_alone, timeout=30)[0] < 7
 
 
 def test_a_view_that_does_not_divide_is_refused() -> None:
