@@ -1,42 +1,60 @@
 """Causal self-attention. The kernel is behind one door, AttentionCore, a child without parameters."""
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import Attention as Kernel
-from models.config import ModelConfig
+from models.config import ModelConfig, Position
 from models.mix import Mix
+from models.norm import qk_norm
+from models.position import Rotation
 from models.roles import Role, Spec, specify
+from models.softcap import softcapped
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v over the tokens before and at each token. What changes how a sequence is
-    attended to, such as context parallelism, replaces this module."""
+    """softmax(scale q k^T) v over the tokens before and at each token, or those of a window. What changes how a
+    sequence is attended to, such as context parallelism, replaces this module."""
 
-    def __init__(self, kernel: Kernel, dropout: float) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        dropout: float,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> None:
+        """scale: 1 / sqrt(head_dim) where None; softcap: see softcapped_attention; window: tokens that a token sees,
+        itself among them."""
         super().__init__()
-        self.kernel = kernel
-        self.dropout = dropout
+        self.kernel, self.dropout = kernel, dropout
+        self.scale, self.softcap, self.window = scale, softcap, window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """q, k, v: [batch, heads, seq, head_dim], k and v perhaps of fewer heads; positions, documents: [batch, seq] or
         None. A token attends only to tokens of its own document. Returns the shape of q."""
         mask = None
-        if documents is not None:
-            same_document = documents[:, None, :, None] == documents[:, None, None, :]
-            mask = same_document.tril()
+        if documents is not None or self.masks(k.shape[2]):
+            places = torch.arange(k.shape[2], device=k.device)
+            mask = visible(places, places, self.window, documents, documents)
         return self.attend(q, k, v, mask)
+
+    def masks(self, length: int) -> bool:
+        """Whether the causal mask is not enough for a sequence of so many tokens."""
+        return self.softcap is not None or (self.window is not None and self.window < length)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """mask: what scaled_dot_product_attention takes; None: causal."""
         dropout = self.dropout if self.training else 0.0
+        if self.softcap is not None:
+            return softcapped_attention(q, k, v, mask, self.scale, self.softcap, dropout)
         with self._backend():
             return F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, mask, dropout, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
             )
 
     def _backend(self) -> AbstractContextManager[None]:
@@ -53,6 +71,34 @@ class AttentionCore(nn.Module):
         return sdpa_kernel(backends[self.kernel])
 
 
+def visible(
+    queries: Tensor,
+    keys: Tensor,
+    window: int | None,
+    of_queries: Tensor | None = None,
+    of_keys: Tensor | None = None,
+) -> Tensor:
+    """Which keys each query sees: bool [queries, keys], with documents [batch, 1, queries, keys]. queries, keys: places
+    in the sequence, [number]; of_queries, of_keys: their documents, [batch, number]."""
+    back = queries[:, None] - keys
+    seen = (back >= 0) if window is None else (back >= 0) & (back < window)
+    if of_queries is None or of_keys is None:
+        return seen
+    return seen & (of_queries[:, None, :, None] == of_keys[:, None, None, :])
+
+
+def softcapped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, cap: float, dropout: float
+) -> Tensor:
+    """Attention whose scores are bent into +- cap by tanh before the mask (Gemma Team 2024, Gemma 2), which no kernel
+    of scaled_dot_product_attention does. The square of scores is there whole."""
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    shares = softcapped(wide, cap).masked_fill(~mask, -torch.inf).softmax(-1).to(q.dtype)
+    return F.dropout(shares, dropout) @ v
+
+
 class Attention(nn.Module):
     """Multi-head attention; with fewer heads of keys and values, grouped-query attention (Ainslie et al. 2023).
 
@@ -61,23 +107,29 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        dim, bias, groups = config.dim, Spec(Role.bias), config.key_value_heads
-        self.head_dim = dim // config.heads
-        self.heads_per_group = config.heads // groups
+        queries, keys = config.query_dim, config.key_value_dim
+        self.head_dim = config.head_size
+        self.heads_per_group = config.heads // config.key_value_heads
         self.fused = config.fused_qkv
 
-        def linear(rows: int, std: float) -> nn.Module:
-            return specify(nn.Linear(dim, rows, bias=config.bias), weight=Spec(Role.matrix, std), bias=bias)
+        def projection(rows: int) -> nn.Module:
+            linear = nn.Linear(config.dim, rows, bias=config.has_qkv_bias)
+            return specify(linear, weight=Spec(Role.matrix, config.init_std), bias=Spec(Role.bias))
 
         if self.fused:
-            self.qkv = linear(dim + 2 * groups * self.head_dim, config.init_std)
+            self.qkv = projection(queries + 2 * keys)
         else:
-            self.q = linear(dim, config.init_std)
-            self.k = linear(groups * self.head_dim, config.init_std)
-            self.v = linear(groups * self.head_dim, config.init_std)
+            self.q, self.k, self.v = projection(queries), projection(keys), projection(keys)
+        self.q_norm, self.k_norm = qk_norm(config, queries), qk_norm(config, keys)
+        self.rotation = None
+        if config.position is Position.rotary:
+            scaled = config.rotary.windows or config.window_of(layer) is None
+            self.rotation = Rotation(config, self.head_dim, scaled)
         self.mix = None if config.value_table(layer) is None else Mix(own=0.5, embedding=0.5)
-        self.core = AttentionCore(config.attention, config.dropout)
-        self.out = linear(dim, config.init_std / math.sqrt(2 * config.layers))
+        scores = config.attention_scale, config.attention_softcap, config.window_of(layer)
+        self.core = AttentionCore(config.attention, config.dropout, *scores)
+        out = nn.Linear(queries, config.dim, bias=config.bias)
+        self.out = specify(out, weight=Spec(Role.matrix, config.residual_std), bias=Spec(Role.bias))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -85,6 +137,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x: [batch, seq, dim]; values: a ValueEmbedding's vectors, where the block has one. Returns the shape of x."""
         q, k, v = self._heads(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotation is not None:
+            q, k = self.rotation(q, k, positions)
         if self.mix is not None:
             assert values is not None
             v = self.mix(v, values.unflatten(-1, (-1, self.head_dim)))

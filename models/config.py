@@ -1,5 +1,6 @@
 """The shape of a model. No torch here: configs, FLOP counts and plans are made without it."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -31,6 +32,90 @@ class Balance(Enum):
     none = "none"
     sequence = "sequence"
     step = "step"
+
+
+class Norm(Enum):
+    """How the stream is normalized: to mean 0 and deviation 1 (Ba et al. 2016), or to a mean square of 1 (Zhang and
+    Sennrich 2019)."""
+
+    layernorm = "layernorm"
+    rmsnorm = "rmsnorm"
+
+
+class NormPlace(Enum):
+    """Where a block normalizes: what goes into each part, what comes out of it (OLMo 2), or both (Gemma 2)."""
+
+    before = "before"
+    after = "after"
+    both = "both"
+
+
+class QKNorm(Enum):
+    """Which part of queries and of keys is normalized together: none, each head (Qwen3), or all heads (OLMo 2)."""
+
+    none = "none"
+    head = "head"
+    all = "all"
+
+
+class FeedForward(Enum):
+    """What lies between the matrices of a feed-forward layer. swiglu and geglu have a third matrix, the gate (Shazeer
+    2020); gelu and geglu are the tanh approximation; relu2 is the square of ReLU (So et al. 2021)."""
+
+    gelu = "gelu"
+    relu2 = "relu2"
+    swiglu = "swiglu"
+    geglu = "geglu"
+
+
+class Position(Enum):
+    """How attention knows where tokens are: a learned vector each, added to the embedding, or rotary (Su et al. 2021),
+    or not."""
+
+    learned = "learned"
+    rotary = "rotary"
+    none = "none"
+
+
+class RotaryScaling(Enum):
+    """How rotary positions reach past the length that a model was first trained at."""
+
+    none = "none"
+    linear = "linear"
+    llama3 = "llama3"
+    yarn = "yarn"
+
+
+class Residual(Enum):
+    """First values of the projections into the residual stream: std divided by sqrt(2 x layers) (GPT-2), as of other
+    matrices, or 0."""
+
+    scaled = "scaled"
+    same = "same"
+    zero = "zero"
+
+
+@dataclass
+class Rotary:
+    """Rotary positions (Su et al. 2021): pairs of a head's numbers are turned by an angle that grows with the position,
+    each pair at a speed of its own."""
+
+    theta: float = key(10_000.0, "base of the speeds: pair i of n turns by theta^(-i / n) a position")
+    share: float = key(1.0, "share of each head's numbers that are turned")
+    scaling: RotaryScaling = key(
+        RotaryScaling.none,
+        "for sequences longer than original_context: none | linear (slower by factor) | llama3 (slow pairs slower, Llama 3.1) | yarn (Peng et al. 2023)",
+    )
+    factor: float = key(1.0, "scaling: how many times longer")
+    original_context: int | None = key(None, "scaling: positions the speeds were made for; null: model.context")
+    low_frequency: float = key(1.0, "llama3: pairs that turn fewer times than this in original_context are slowed")
+    high_frequency: float = key(4.0, "llama3: pairs that turn more often than this are left")
+    beta_fast: float = key(32.0, "yarn: pairs that turn more often than this in original_context are left")
+    beta_slow: float = key(1.0, "yarn: pairs that turn fewer times than this are slowed")
+    magnitude: float | None = key(
+        None, "yarn: what queries and keys are multiplied by; null: 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22)"
+    )
+    windows: bool = key(True, "false: scaling is for blocks without a window only (OLMo 3)")
 
 
 @dataclass
@@ -71,24 +156,48 @@ class MoE:
 
 @dataclass
 class ModelConfig:
-    """A GPT-2-shaped decoder (Radford et al. 2019)."""
+    """A decoder. With the defaults it is shaped as GPT-2 (Radford et al. 2019)."""
 
     layers: int = key(4, "blocks")
     dim: int = key(128, "width of the residual stream")
-    heads: int = key(2, "attention heads; must divide dim")
+    heads: int = key(2, "attention heads; must divide dim where head_dim is null")
+    head_dim: int | None = key(None, "width of a head; null: dim / heads")
     kv_heads: int | None = key(
         None, "heads of keys and values, each shared by heads / kv_heads neighbours; null: as many as heads"
     )
     fused_qkv: bool = key(True, "one matrix for queries, keys and values; false: three")
+    ffn: FeedForward = key(
+        FeedForward.gelu, "feed-forward layer: gelu | relu2 | swiglu | geglu (the last two have a gate, a third matrix)"
+    )
     ffn_dim: int | None = key(None, "width of the feed-forward layer; null: 4 x dim")
-    context: int = key(128, "most positions a sequence can have, the size of the position table")
+    context: int = key(128, "most positions a sequence can have")
+    position: Position = key(
+        Position.learned, "learned (a table with a vector for each position) | rotary (in attention) | none"
+    )
+    rotary: Rotary = key(Rotary, "rotary positions")
+    window: int | None = key(None, "so many tokens back a token attends to, itself among them; null: to all")
+    full_every: int = key(0, "window: every so many-th block attends to all; 0: none does")
+    window_stages: int = key(
+        1, "the window grows to its size in so many equal steps over the run, beginning with 1 / stages of it"
+    )
     vocab_size: int | None = key(None, "tokens the model can predict; null: as many as the tokenizer has")
     vocab_multiple: int = key(
         128,
         "rows of embedding and head are padded to a multiple of this; padding is never predicted, counted or drawn",
         Changes.layout,
     )
-    bias: bool = key(True, "biases in linear layers and norms")
+    norm: Norm = key(Norm.layernorm, "layernorm | rmsnorm")
+    norm_place: NormPlace = key(
+        NormPlace.before, "before (each part of a block) | after (what a part gives, OLMo 2) | both (Gemma 2)"
+    )
+    norm_weight: bool = key(True, "norms have a learned weight")
+    qk_norm: QKNorm = key(QKNorm.none, "queries and keys are normalized: none | head (each, Qwen3) | all (OLMo 2)")
+    bias: bool = key(True, "biases in linear layers and in LayerNorm")
+    qkv_bias: bool | None = key(None, "biases of queries, keys and values; null: as bias says")
+    attention_scale: float | None = key(None, "what q k^T is multiplied by; null: 1 / sqrt(head_dim)")
+    attention_softcap: float | None = key(
+        None, "scores of attention are bent into +- this by tanh (Gemma 2); null: not at all"
+    )
     logit_softcap: float | None = key(None, "scores of the vocabulary are bent into +- this by tanh; null: not at all")
     z_loss: float = key(
         0.0,
@@ -106,14 +215,18 @@ class ModelConfig:
         "tables with a vector for each token that is mixed into the values of attention; table i serves block i and "
         "the block that many from the end",
     )
-    norm_eps: float = key(1e-5, "added to the variance in LayerNorm")
+    norm_eps: float = key(1e-5, "added to the variance, or the mean square, in norms")
+    embedding_scale: float | None = key(None, "what the embedding is multiplied by (Gemma: sqrt(dim)); null: nothing")
+    embedding_norm: bool = key(False, "the embedding is normalized, without a weight")
     dropout: float = key(
         0.0, "share of activations dropped in training, after the embedding, in attention and before each residual sum"
     )
-    init_std: float = key(
-        0.02,
-        "standard deviation of initial weights; projections into the residual stream have it divided by sqrt(2 x layers)",
+    init_std: float = key(0.02, "standard deviation of initial weights")
+    init_residual: Residual = key(
+        Residual.scaled,
+        "projections into the residual stream begin with: scaled (init_std / sqrt(2 x layers), GPT-2) | same | zero",
     )
+    init_embedding_std: float | None = key(None, "standard deviation of the embedding; null: init_std")
     attention: Attention = key(
         Attention.auto, "kernel: auto | sdpa (torch chooses) | flash | efficient | cudnn | math", Changes.layout
     )
@@ -129,6 +242,39 @@ class ModelConfig:
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Width of the queries of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def gated(self) -> bool:
+        """Whether feed-forward layers have a gate, a third matrix."""
+        return self.ffn in (FeedForward.swiglu, FeedForward.geglu)
+
+    @property
+    def residual_std(self) -> float:
+        """Of the first values of projections into the residual stream."""
+        scaled = {Residual.scaled: self.init_std / math.sqrt(2 * self.layers), Residual.zero: 0.0}
+        return scaled.get(self.init_residual, self.init_std)
+
+    @property
+    def embedding_std(self) -> float:
+        return self.init_std if self.init_embedding_std is None else self.init_embedding_std
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a block when it has grown; None where it attends to all."""
+        return None if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
+    @property
     def feedforward_dim(self) -> int:
         return 4 * self.dim if self.ffn_dim is None else self.ffn_dim
 
@@ -142,7 +288,7 @@ class ModelConfig:
 
     @property
     def key_value_dim(self) -> int:
-        return self.key_value_heads * (self.dim // self.heads)
+        return self.key_value_heads * self.head_size
 
     def leaves_skip(self, layer: int) -> bool:
         """Whether a later block mixes in what this one gives."""

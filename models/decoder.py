@@ -6,27 +6,22 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import Attention
-from models.config import ModelConfig
+from models.config import ModelConfig, NormPlace
 from models.embedding import Embedding, ValueEmbedding
 from models.feedforward import FeedForward
 from models.head import Head, Reduction
 from models.mix import Mix
 from models.moe import MoE
-from models.roles import Role, Spec, specify
+from models.norm import norm_of
 
 Ends = tuple[bool, bool]  # the embedding; norm and head
 Stream = tuple[Tensor, ...]  # what goes from block to block, each [batch, seq, dim]: x, x0, the open skips
 Values = Sequence[Tensor | None]  # of each block what its value embedding gives
 
 
-def layer_norm(config: ModelConfig) -> nn.Module:
-    norm = nn.LayerNorm(config.dim, eps=config.norm_eps, bias=config.bias)
-    return specify(norm, weight=Spec(Role.norm, mean=1.0), bias=Spec(Role.bias))
-
-
 class Block(nn.Module):
-    """Attention, and a feed-forward layer or experts, each normalized before and added to the residual stream, which
-    may begin as a mix of what the block before gave, what the embedding gave, and a skip."""
+    """Attention, and a feed-forward layer or experts, each normalized (before, after or both) and added to the residual
+    stream, which may begin as a mix of what the block before gave, what the embedding gave, and a skip."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -34,11 +29,14 @@ class Block(nn.Module):
         self.takes_skip, self.leaves_skip = config.takes_skip(layer), config.leaves_skip(layer)
         mixed = {"x": 1.0} | ({"x0": 0.0} if self.takes_x0 else {}) | ({"skip": 1.0} if self.takes_skip else {})
         self.mix = Mix(**mixed) if len(mixed) > 1 else None
-        self.attention_norm = layer_norm(config)
+        before, after = config.norm_place is not NormPlace.after, config.norm_place is not NormPlace.before
+        self.attention_norm = norm_of(config) if before else None
         self.attention = Attention(config, layer)
-        self.feedforward_norm = layer_norm(config)
+        self.attention_post_norm = norm_of(config) if after else None
+        self.feedforward_norm = norm_of(config) if before else None
         self.routed = config.routed(layer)
         self.feedforward = MoE(config) if self.routed else FeedForward(config, config.feedforward_dim)
+        self.feedforward_post_norm = norm_of(config) if after else None
 
     def forward(
         self, x: Tensor, *mixed: Tensor, positions: Tensor | None, documents: Tensor | None, values: Tensor | None
@@ -46,9 +44,12 @@ class Block(nn.Module):
         """x, and each of what is mixed into it: [batch, seq, dim]. Returns the same shape."""
         if self.mix is not None:
             x = self.mix(x, *mixed)
-        x = x + self.attention(self.attention_norm(x), positions, documents, values)
-        normalized = self.feedforward_norm(x)
-        return x + (self.feedforward(normalized, documents) if self.routed else self.feedforward(normalized))
+        y = x if self.attention_norm is None else self.attention_norm(x)
+        y = self.attention(y, positions, documents, values)
+        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        y = x if self.feedforward_norm is None else self.feedforward_norm(x)
+        y = self.feedforward(y, documents) if self.routed else self.feedforward(y)
+        return x + (y if self.feedforward_post_norm is None else self.feedforward_post_norm(y))
 
 
 class Walk(nn.Module):
@@ -99,7 +100,7 @@ class Decoder(nn.Module):
         )
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in held})
         self.walk = Walk()
-        self.norm = layer_norm(config) if parts[1] else None
+        self.norm = norm_of(config) if parts[1] else None
         self.head = Head(config) if parts[1] else None
         names = {name for name, _ in self.named_parameters()}
         shared = {second: first for second, first in config.shared_parameters.items() if second in names}

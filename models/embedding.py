@@ -1,9 +1,10 @@
 """Tokens and positions to vectors."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import ModelConfig
+from models.config import ModelConfig, Position
 from models.roles import Role, Spec, specify
 
 
@@ -28,19 +29,30 @@ class ValueEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The sum of a token's and its position's vector. The token table is padded below the vocabulary with rows of
-    zeros."""
+    """A token's vector, with learned positions the sum of that and its position's. The token table is padded below the
+    vocabulary with rows of zeros."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         tokens = table(config.padded_vocab_size, config.dim)
-        self.tokens = specify(tokens, weight=Spec(Role.embedding, config.init_std, rows=config.vocab_size))
-        positions = table(config.context, config.dim)
-        self.positions = specify(positions, weight=Spec(Role.embedding, config.init_std))
+        self.tokens = specify(tokens, weight=Spec(Role.embedding, config.embedding_std, rows=config.vocab_size))
+        self.positions: nn.Module | None = None
+        if config.position is Position.learned:
+            positions = table(config.context, config.dim)
+            self.positions = specify(positions, weight=Spec(Role.embedding, config.init_std))
+        self.scale = config.embedding_scale
+        self.norm_eps = config.norm_eps if config.embedding_norm else None
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """tokens, positions: [batch, seq]; positions count from 0 where they are None. Returns [batch, seq, dim]."""
-        if positions is None:
-            positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        return self.dropout(self.tokens(tokens) + self.positions(positions))
+        x = self.tokens(tokens)
+        if self.scale is not None:
+            x = x * self.scale
+        if self.positions is not None:
+            if positions is None:
+                positions = torch.arange(tokens.shape[-1], device=tokens.device)
+            x = x + self.positions(positions)
+        if self.norm_eps is not None:
+            x = F.rms_norm(x, x.shape[-1:], eps=self.norm_eps)
+        return self.dropout(x)

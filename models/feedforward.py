@@ -1,32 +1,40 @@
 """The feed-forward layer."""
 
-import math
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.config import FeedForward as Kind
 from models.config import ModelConfig
 from models.roles import Role, Spec, specify
 
 
 class FeedForward(nn.Module):
-    """down(gelu(up(x))) with the tanh approximation of GELU, as GPT-2 has it (Hendrycks and Gimpel 2016)."""
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) x up(x)) (Shazeer 2020, GLU Variants)."""
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        residual_std = config.init_std / math.sqrt(2 * config.layers)
-        self.up = specify(
-            nn.Linear(config.dim, width, bias=config.bias),
-            weight=Spec(Role.matrix, config.init_std),
-            bias=Spec(Role.bias),
-        )
-        self.down = specify(
-            nn.Linear(width, config.dim, bias=config.bias),
-            weight=Spec(Role.matrix, residual_std),
-            bias=Spec(Role.bias),
-        )
+        self.kind = config.ffn
+
+        def linear(inputs: int, outputs: int, std: float) -> nn.Module:
+            return specify(
+                nn.Linear(inputs, outputs, bias=config.bias), weight=Spec(Role.matrix, std), bias=Spec(Role.bias)
+            )
+
+        self.gate = linear(config.dim, width, config.init_std) if config.gated else None
+        self.up = linear(config.dim, width, config.init_std)
+        self.down = linear(width, config.dim, config.residual_std)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, seq, dim]. Returns the same shape."""
-        return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
+        hidden = (
+            activated(self.kind, self.up(x)) if self.gate is None else activated(self.kind, self.gate(x)) * self.up(x)
+        )
+        return self.dropout(self.down(hidden))
+
+
+def activated(kind: Kind, x: Tensor) -> Tensor:
+    """GELU is the tanh approximation (Hendrycks and Gimpel 2016), as GPT-2 and Gemma have it."""
+    if kind in (Kind.gelu, Kind.geglu):
+        return F.gelu(x, approximate="tanh")
+    return F.silu(x) if kind is Kind.swiglu else F.relu(x).square()

@@ -22,9 +22,8 @@ def parameters(config: ModelConfig) -> int:
 def active_parameters(config: ModelConfig) -> int:
     """Those that a token meets: of the experts of a block top_k and the shared ones."""
     idle = config.moe.experts - config.moe.top_k
-    return (
-        parameters(config) - sum(map(config.routed, range(config.layers))) * idle * 2 * config.dim * config.expert_dim
-    )
+    each = (2 + config.gated) * config.dim * config.expert_dim
+    return parameters(config) - sum(map(config.routed, range(config.layers))) * idle * each
 
 
 def block_flops_per_token(config: ModelConfig, sequence_length: int, layer: int) -> tuple[float, float, float]:
@@ -33,15 +32,15 @@ def block_flops_per_token(config: ModelConfig, sequence_length: int, layer: int)
 
     With experts: the router, top_k experts and the shared ones. What experts give is needed for the gradient of their
     weights; what the shared ones give is not."""
-    dim, moe = config.dim, config.moe
-    attention = 2 * dim * dim + 2 * dim * config.key_value_dim
+    dim, moe, matrices = config.dim, config.moe, 2 + config.gated
+    attention = 2 * dim * (config.query_dim + config.key_value_dim)
     if config.routed(layer):
         last = dim * moe.shared * config.expert_dim
-        weights = attention + dim * moe.experts + 2 * dim * moe.top_k * config.expert_dim + 2 * last
+        weights = attention + dim * moe.experts + matrices * (dim * moe.top_k * config.expert_dim + last)
     else:
         last = dim * config.feedforward_dim
-        weights = attention + 2 * last
-    return 2.0 * weights, 4.0 * config.dim * sequence_length, 2.0 * last
+        weights = attention + matrices * last
+    return 2.0 * weights, 4.0 * config.query_dim * sequence_length, 2.0 * last
 
 
 def head_flops_per_token(config: ModelConfig) -> float:

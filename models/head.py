@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.roles import Role, Spec, specify
+from models.softcap import softcapped
 
 IGNORED = -100  # a label that is not predicted and not counted
 
@@ -45,11 +46,6 @@ class TokenLoss(nn.Module):
         return losses
 
 
-def softcapped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap x tanh(logits / cap) (Gemma Team 2024, Gemma 2, 2)."""
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
 class Head(nn.Module):
     """Scores of every token of the vocabulary and, given labels, their loss."""
 
@@ -57,7 +53,8 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.dim))
         role = Role.embedding if config.tied_head else Role.head
-        specify(self, weight=Spec(role, config.init_std, rows=config.vocab_size))
+        std = config.embedding_std if config.tied_head else config.init_std
+        specify(self, weight=Spec(role, std, rows=config.vocab_size))
         self.loss: nn.Module = TokenLoss(config)
 
     def forward(self, x: Tensor, labels: Tensor | None, reduction: Reduction) -> Tensor:

@@ -1,6 +1,5 @@
 """Mixture of experts: a router, the experts it chooses from for each token, and what keeps their loads even."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import Balance, ModelConfig, Score
-from models.feedforward import FeedForward
+from models.feedforward import FeedForward, activated
 from models.roles import Role, Spec, specify
 
 TINY = 1e-20  # beside a sum of sigmoids that may all be 0
@@ -154,25 +153,32 @@ def within_capacity(chosen: Tensor, documents: Tensor | None, experts: int, fact
 
 
 class Experts(nn.Module):
-    """Feed-forward layers without biases, down(gelu(up(x))), the weights of all in one parameter."""
+    """Feed-forward layers without biases, the weights of all in one parameter for each matrix."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         experts, dim, hidden = config.moe.experts, config.dim, config.expert_dim
         self.number = experts
+        self.kind = config.ffn
+        self.gate = nn.Parameter(torch.empty(experts, hidden, dim)) if config.gated else None
         self.up = nn.Parameter(torch.empty(experts, hidden, dim))
         self.down = nn.Parameter(torch.empty(experts, dim, hidden))
-        residual_std = config.init_std / math.sqrt(2 * config.layers)
-        specify(self, up=Spec(Role.matrix, config.init_std), down=Spec(Role.matrix, residual_std))
+        matrix = Spec(Role.matrix, config.init_std)
+        specify(self, gate=matrix, up=matrix, down=Spec(Role.matrix, config.residual_std))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [n, dim], those of the first expert first; counts: int64 [experts], which may be 0. Returns the shape
         of rows."""
-        return self.apply_weights(rows, counts, self.up, self.down)
+        return self.apply_weights(rows, counts, self.gate, self.up, self.down)
 
-    def apply_weights(self, rows: Tensor, counts: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def apply_weights(self, rows: Tensor, counts: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Tensor:
         """The same with these weights, of as many experts as there are counts."""
-        return grouped_product(F.gelu(grouped_product(rows, up, counts), approximate="tanh"), down, counts)
+        hidden = grouped_product(rows, up, counts)
+        if gate is None:
+            hidden = activated(self.kind, hidden)
+        else:
+            hidden = activated(self.kind, grouped_product(rows, gate, counts)) * hidden
+        return grouped_product(hidden, down, counts)
 
 
 class Dispatcher(nn.Module):

@@ -1,6 +1,6 @@
 """The parameters of a model by name and shape, for plans. No torch here."""
 
-from models.config import ModelConfig
+from models.config import ModelConfig, Norm, NormPlace, Position, QKNorm
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -20,34 +20,54 @@ def has_gradient(name: str, config: ModelConfig) -> bool:
     return not name.endswith(constant)
 
 
-def _linear(name: str, rows: int, columns: int, config: ModelConfig) -> Shapes:
-    bias: Shapes = {f"{name}.bias": (rows,)} if config.bias else {}
-    return {f"{name}.weight": (rows, columns)} | bias
+def _linear(name: str, rows: int, columns: int, bias: bool) -> Shapes:
+    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
 
 
 def _norm(name: str, config: ModelConfig) -> Shapes:
-    bias: Shapes = {f"{name}.bias": (config.dim,)} if config.bias else {}
-    return {f"{name}.weight": (config.dim,)} | bias
+    weight: Shapes = {f"{name}.weight": (config.dim,)} if config.norm_weight else {}
+    biased = config.bias and config.norm_weight and config.norm is Norm.layernorm
+    return weight | ({f"{name}.bias": (config.dim,)} if biased else {})
 
 
 def block_shapes(config: ModelConfig, layer: int) -> Shapes:
     """The parameters of one block, in the module's order, which is that of their use in forward."""
-    dim, keys = config.dim, config.key_value_dim
     mixed = ["x0"] * config.x0 + ["skip"] * config.takes_skip(layer)
     shapes: Shapes = {f"mix.{name}": (1,) for name in ["x", *mixed]} if mixed else {}
-    shapes |= _norm("attention_norm", config)
-    for name, rows in [("qkv", dim + 2 * keys)] if config.fused_qkv else [("q", dim), ("k", keys), ("v", keys)]:
-        shapes |= _linear(f"attention.{name}", rows, dim, config)
+    parts = {"attention": _attention(config, layer), "feedforward": _feedforward_part(config, layer)}
+    for part, of_part in parts.items():
+        shapes |= _norm(f"{part}_norm", config) if config.norm_place is not NormPlace.after else {}
+        shapes |= of_part
+        shapes |= _norm(f"{part}_post_norm", config) if config.norm_place is not NormPlace.before else {}
+    return shapes
+
+
+def _attention(config: ModelConfig, layer: int) -> Shapes:
+    dim, queries, keys = config.dim, config.query_dim, config.key_value_dim
+    widths = {"qkv": queries + 2 * keys} if config.fused_qkv else {"q": queries, "k": keys, "v": keys}
+    shapes: Shapes = {}
+    for name, rows in widths.items():
+        shapes |= _linear(f"attention.{name}", rows, dim, config.has_qkv_bias)
+    if config.qk_norm is not QKNorm.none and config.norm_weight:
+        of_all = config.qk_norm is QKNorm.all
+        shapes["attention.q_norm.weight"] = (queries if of_all else config.head_size,)
+        shapes["attention.k_norm.weight"] = (keys if of_all else config.head_size,)
     if config.value_table(layer) is not None:
         shapes |= {"attention.mix.own": (1,), "attention.mix.embedding": (1,)}
-    shapes |= _linear("attention.out", dim, dim, config) | _norm("feedforward_norm", config)
+    return shapes | _linear("attention.out", dim, queries, config.bias)
+
+
+def _feedforward_part(config: ModelConfig, layer: int) -> Shapes:
     if config.routed(layer):
-        return shapes | _experts_shapes(config)
-    return shapes | _feedforward("feedforward", config.feedforward_dim, config)
+        return _experts_shapes(config)
+    return _feedforward("feedforward", config.feedforward_dim, config)
 
 
 def _feedforward(name: str, width: int, config: ModelConfig) -> Shapes:
-    return _linear(f"{name}.up", width, config.dim, config) | _linear(f"{name}.down", config.dim, width, config)
+    shapes: Shapes = {}
+    for part in ["gate", "up"] if config.gated else ["up"]:
+        shapes |= _linear(f"{name}.{part}", width, config.dim, config.bias)
+    return shapes | _linear(f"{name}.down", config.dim, width, config.bias)
 
 
 def _experts_shapes(config: ModelConfig) -> Shapes:
@@ -58,16 +78,19 @@ def _experts_shapes(config: ModelConfig) -> Shapes:
         "feedforward.router.load": (moe.experts,),
         "feedforward.router.bias": (moe.experts,),
         "feedforward.router.dropped": (1,),
-        "feedforward.experts.up": (moe.experts, hidden, dim),
-        "feedforward.experts.down": (moe.experts, dim, hidden),
     }
+    for part in ["gate", "up"] if config.gated else ["up"]:
+        shapes[f"feedforward.experts.{part}"] = (moe.experts, hidden, dim)
+    shapes["feedforward.experts.down"] = (moe.experts, dim, hidden)
     return shapes | (_feedforward("feedforward.shared", moe.shared * hidden, config) if moe.shared else {})
 
 
 def _first_shapes(config: ModelConfig) -> Shapes:
     """With the vocabulary's padding; a tied head is the embedding's."""
     rows = config.padded_vocab_size
-    tables: Shapes = {"embed.tokens.weight": (rows, config.dim), "embed.positions.weight": (config.context, config.dim)}
+    tables: Shapes = {"embed.tokens.weight": (rows, config.dim)}
+    if config.position is Position.learned:
+        tables["embed.positions.weight"] = (config.context, config.dim)
     values = range(config.value_embeddings)
     return tables | {f"values.{layer}.table.weight": (rows, config.key_value_dim) for layer in values}
 

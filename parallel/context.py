@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
 
-from models.attention import AttentionCore
+from models.attention import AttentionCore, visible
 from models.decoder import Decoder
 from parallel.config import Context
 from parallel.ring import Ring
@@ -47,12 +47,12 @@ class GatheredCore(nn.Module):
 
     def _mask(self, q: Tensor, start: int, end: int, documents: Tensor | None) -> Any:
         """Of queries from start to end against all keys until there."""
-        if documents is None and q.is_cuda:
+        if documents is None and q.is_cuda and not self.core.masks(end):
             return causal_lower_right(end - start, end)  # has kernels of its own. Not yet run on a GPU
-        mask = torch.ones(end - start, end, dtype=torch.bool, device=q.device).tril(start)
-        if documents is None:
-            return mask
-        return mask & (documents[:, None, start:end, None] == documents[:, None, None, :end])
+        places = torch.arange(end, device=q.device)
+        of_keys = None if documents is None else documents[:, :end]
+        of_queries = None if documents is None else documents[:, start:end]
+        return visible(places[start:], places, self.core.window, of_queries, of_keys)
 
 
 class UlyssesCore(nn.Module):
@@ -86,8 +86,8 @@ class RingCore(nn.Module):
 
     def __init__(self, core: AttentionCore, share: SequenceShare) -> None:
         super().__init__()
-        self.ring = Ring(share)
+        self.core, self.ring = core, Ring(share)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """As AttentionCore, of this rank's tokens; documents: of the whole sequence."""
-        return self.ring(q, k, v, documents)
+        return self.ring(q, k, v, documents, self.core.scale, self.core.window)

@@ -34,7 +34,8 @@ def cut_experts(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _apply(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-    return experts.apply_weights(rows, counts, local(experts.up), local(experts.down))
+    gate = None if experts.gate is None else local(experts.gate)
+    return experts.apply_weights(rows, counts, gate, local(experts.up), local(experts.down))
 
 
 class SharedSequences(WholeSequences):

@@ -6,6 +6,7 @@ from torch import nn
 from models.decoder import Decoder
 from models.init import initial_rows
 from models.moe import routers
+from models.position import Rotation
 from models.roles import parameter_specs
 from parallel.local import is_sharded, local, local_region
 
@@ -19,6 +20,9 @@ def materialize(model: Decoder, seed: int, device: torch.device, storage: torch.
         model.tie()
     for router in routers(model):
         router.share = torch.zeros((), dtype=router.weight.dtype, device=device)
+    for module in model.modules():
+        if isinstance(module, Rotation):
+            module.speeds = module.speeds.to(device)
     for name, spec in parameter_specs(model).items():
         parameter = model.get_parameter(name)
         rows, *others = local_region(parameter)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from models.attention import visible
 from parallel.sequence import SequenceShare
 
 _aten = torch.ops.aten
@@ -18,21 +19,25 @@ Flat = tuple[Tensor, Tensor]
 
 
 class Ring(nn.Module):
-    """Causal attention of this rank's tokens to those of all ranks of the share."""
+    """Causal attention of this rank's tokens to those of all ranks of the share, or those of a window."""
 
     def __init__(self, share: SequenceShare) -> None:
         super().__init__()
         self.name = share.group.group_name
         _SHARES[self.name] = share
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float | None, window: int | None
+    ) -> Tensor:
         """q, k, v: [batch, heads, seq / ranks, head_dim], k and v perhaps of fewer heads; documents: [batch, seq] or
         None. Returns the shape of q."""
-        attended: Tensor = ring_attention(q, k, v, documents, self.name)[0]
+        attended: Tensor = ring_attention(q, k, v, documents, scale, window, self.name)[0]
         return attended
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float | None, window: int | None, name: str
+) -> tuple[Tensor, Tensor]:
     """What Ring gives, and the log-sum-exp of each query's scores, [batch, heads, seq / ranks]."""
     share = _SHARES[name]
     passing = torch.stack([k, v])
@@ -40,8 +45,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: st
         hop = Hop(share, passing) if step + 1 < share.size else None
         queries, keys = attending(share, step, q.shape[2])
         k, v = (_repeated(part[:, :, keys], q.shape[1]) for part in passing.unbind())
-        mask = _mask(share, step, queries, keys, q, documents)
-        found, sums = _attend(q[:, :, queries], k, v, mask, step == 0 and mask is None)
+        mask = _mask(share, step, queries, keys, q, documents, window)
+        found, sums = _attend(q[:, :, queries], k, v, mask, step == 0 and mask is None, scale)
         if step == 0:
             attended, log_sums = found.to(sums.dtype), sums
         else:
@@ -58,6 +63,8 @@ def _backward(
     attended: Tensor,
     log_sums: Tensor,
     documents: Tensor | None,
+    scale: float | None,
+    window: int | None,
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Those of keys and values go round with them, one hop behind, and come home."""
@@ -68,9 +75,9 @@ def _backward(
         hop = Hop(share, passing) if step + 1 < share.size else None
         queries, keys = attending(share, step, q.shape[2])
         k, v = (_repeated(part[:, :, keys], q.shape[1]) for part in passing.unbind())
-        mask = _mask(share, step, queries, keys, q, documents)
+        mask = _mask(share, step, queries, keys, q, documents, window)
         given, asked, gave, sums = (part[:, :, queries] for part in (gradient, q, attended, log_sums))
-        found = _attend_backward(given, asked, gave, sums, k, v, mask, step == 0 and mask is None)
+        found = _attend_backward(given, asked, gave, sums, k, v, mask, step == 0 and mask is None, scale)
         q_gradient[:, :, queries] += found[0]
         for place, of_heads in enumerate(found[1:]):
             gradients[place, :, :, keys] += of_heads.unflatten(1, (gradients.shape[2], -1)).sum(2)
@@ -122,27 +129,36 @@ def _repeated(heads: Tensor, number: int) -> Tensor:
 
 
 def _mask(
-    share: SequenceShare, step: int, queries: slice, keys: slice, q: Tensor, documents: Tensor | None
+    share: SequenceShare,
+    step: int,
+    queries: slice,
+    keys: slice,
+    q: Tensor,
+    documents: Tensor | None,
+    window: int | None,
 ) -> Tensor | None:
-    """To be added to scores [batch, 1, queries, keys]; None where there are no documents. Finite, since a query may see
-    none of these keys."""
-    if documents is None:
+    """To be added to scores [batch or 1, 1, queries, keys]; None where causality is enough. Finite, since a query may
+    see none of these keys."""
+    length = q.shape[2] * share.size
+    if documents is None and (window is None or window >= length):
         return None
-    places = share.order(documents.shape[1], q.device).chunk(share.size)
+    places = share.order(length, q.device).chunk(share.size)
     own, theirs = places[share.rank][queries], places[share.rank - step][keys]
-    seen = (documents[:, own, None] == documents[:, None, theirs]) & (own[:, None] >= theirs)
-    return torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, torch.finfo(q.dtype).min / 2)[
-        :, None
-    ]
+    of_own = None if documents is None else documents[:, own]
+    of_theirs = None if documents is None else documents[:, theirs]
+    seen = visible(own, theirs, window, of_own, of_theirs)
+    mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, torch.finfo(q.dtype).min / 2)
+    return mask.expand(*[1] * (4 - mask.dim()), *mask.shape)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Flat:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Flat:
     """The kernel's result and its log-sum-exp."""
     if not q.is_cuda:
-        found: Flat = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+        kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+        found: Flat = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return found
     _refuse_mask(mask)  # Not yet run on a GPU, and neither is its backward pass
-    attended, log_sums, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+    attended, log_sums, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return attended, log_sums
 
 
@@ -155,21 +171,24 @@ def _attend_backward(
     v: Tensor,
     mask: Tensor | None,
     causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """attended, log_sums: of all keys, so that the gradients of these keys' part are exact."""
     if not q.is_cuda:
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(gradient, q, k, v, attended, log_sums, 0.0, causal, attn_mask=mask)
+        return backward(gradient, q, k, v, attended, log_sums, 0.0, causal, attn_mask=mask, scale=scale)
     _refuse_mask(mask)
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a dropout of 0
     lengths = (None, None, q.shape[2], k.shape[2])
     backward = _aten._scaled_dot_product_flash_attention_backward
-    return backward(gradient, q, k, v, attended, log_sums, *lengths, 0.0, causal, seed, seed)
+    return backward(gradient, q, k, v, attended, log_sums, *lengths, 0.0, causal, seed, seed, scale=scale)
 
 
 def _refuse_mask(mask: Tensor | None) -> None:
     if mask is not None:
-        raise ValueError("the GPU kernel of parallel.context=ring takes no documents: use parallel.context=gather")
+        raise ValueError(
+            "the GPU kernel of parallel.context=ring takes no documents and no window: use parallel.context=gather"
+        )
 
 
 ring_attention = torch.library.custom_op("espalier::ring_attention", _forward, mutates_args=())
@@ -179,7 +198,7 @@ INSIDE: dict[str, Callable[..., Any]] = {"ring_attention": _forward, "ring_atten
 
 
 @ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:3], dtype=wide, device=q.device)
 
@@ -191,15 +210,16 @@ def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tenso
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
-    q, k, v, documents, ctx.name = inputs
+    q, k, v, documents, ctx.scale, ctx.window, ctx.name = inputs
     ctx.save_for_backward(q, k, v, *output, documents)
 
 
 def _take(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *saved, documents = ctx.saved_tensors
     q, k, v, attended, log_sums = saved
-    found = ring_attention_backward(gradient.contiguous(), q, k, v, attended, log_sums, documents, ctx.name)
-    return *found, None, None
+    fixed = documents, ctx.scale, ctx.window, ctx.name
+    found = ring_attention_backward(gradient.contiguous(), q, k, v, attended, log_sums, *fixed)
+    return *found, None, None, None, None
 
 
 ring_attention.register_autograd(_take, setup_context=_keep)

@@ -27,9 +27,11 @@ from models.attention import Attention
 from models.decoder import Decoder
 from models.embedding import Embedding, ValueEmbedding
 from models.feedforward import FeedForward
-from models.head import IGNORED, Head, TokenLoss, softcapped
+from models.head import IGNORED, Head, TokenLoss
 from models.mix import Mix, weighted_sum
 from models.moe import Experts, Router
+from models.norm import HeadsNorm, mean_square
+from models.softcap import softcapped
 from parallel.local import is_cut, local_region
 
 SEQUENCE = Shard(1)  # of [batch, seq, dim]
@@ -52,9 +54,16 @@ class OnShares(ParallelStyle):
 
 
 def _normalize(norm: nn.LayerNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    own: Any = (norm.weight, norm.bias)  # bias is None without biases
-    weight, bias = (None if value is None else value.to_local() for value in own)
-    return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+    return F.layer_norm(x, norm.normalized_shape, _own(norm.weight), _own(norm.bias), norm.eps)
+
+
+def _normalize_rms(norm: nn.RMSNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    return F.rms_norm(x, norm.normalized_shape, _own(norm.weight), norm.eps)
+
+
+def _own(parameter: Any) -> Any:
+    """None where a norm has none."""
+    return None if parameter is None else parameter.to_local()
 
 
 def _mix(mix: Mix, mesh: DeviceMesh, *tensors: Tensor) -> Tensor:
@@ -66,6 +75,38 @@ def _look_up_positions(table: nn.Embedding, mesh: DeviceMesh, positions: Tensor)
     weight: Any = table.weight
     share = positions.shape[-1] // mesh.size()
     return F.embedding(positions.narrow(-1, mesh.get_local_rank() * share, share), weight.to_local())
+
+
+class OnHeads(OnShares):
+    """A norm of queries or keys, of which each rank has those of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, HeadsNorm):
+            return super()._apply(module, device_mesh)
+        distribute_module(module, device_mesh, partial(_cut, placement=Shard(0)))
+        module.forward = partial(_normalize_heads, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+
+def _normalize_heads(norm: HeadsNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    def of_all(own: Tensor) -> Tensor:
+        total: Tensor = _SummedBothWays.apply(mean_square(own), mesh.get_group())
+        return total / mesh.size()
+
+    return norm.normalized(x, _own(norm.weight), of_all)
+
+
+class _SummedBothWays(torch.autograd.Function):
+    """The sum over ranks, each of which has its own use for it: so its gradient is summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _all_reduce(value, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(gradient.contiguous(), "sum", ctx.group), None
 
 
 class VocabularyTable(ParallelStyle):
@@ -126,15 +167,19 @@ ROWS: dict[type[nn.Module], Row] = {
         "q": ColwiseParallel(),
         "k": ColwiseParallel(),
         "v": ColwiseParallel(),
+        "q_norm": OnHeads(_normalize_rms),
+        "k_norm": OnHeads(_normalize_rms),
         "mix": OnShares(_mix),
         "out": RowwiseParallel(output_layouts=SEQUENCE),
     },
     FeedForward: {
         "": _gathers(1),
-        "up": ColwiseParallel(use_local_output=False),  # a DTensor knows its width where it does not divide
+        "gate": ColwiseParallel(use_local_output=False),  # a DTensor knows its width where it does not divide
+        "up": ColwiseParallel(use_local_output=False),
         "down": RowwiseParallel(output_layouts=SEQUENCE),
     },
     nn.LayerNorm: {"": OnShares(_normalize)},
+    nn.RMSNorm: {"": OnShares(_normalize_rms)},
     Head: {"": VocabularyParallel()},
     # Each rank routes the tokens of its share; experts are spread by parallel.expert.
     Router: {},

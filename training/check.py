@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from models.config import Attention, Balance, MoE
+from models.config import Attention, Balance, ModelConfig, MoE, Position, RotaryScaling
 from parallel.config import Compress, Dtype
 from training.check_layout import activations_rules, batches_around, compile_rules, parallel_rules, sizes_near
 from training.config import Config, DataKind, Load, OptimizerConfig, ScheduleKind, TokenizerKind, leaves, nested
@@ -28,7 +28,8 @@ DEVICES = ("auto", "cpu", "cuda")
 # Where a number must lie: keys, test, the rule in words. Null is always let through.
 RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
-        """model.layers model.dim model.heads model.kv_heads model.ffn_dim model.context model.vocab_size
+        """model.layers model.dim model.heads model.kv_heads model.head_dim model.ffn_dim model.context model.vocab_size
+        model.window model.window_stages model.rotary.original_context
         model.vocab_multiple steps tokens sequence_length batch_sequences batch_tokens
         data.shuffle_block data.workers data.prefetch optimizer.powersgd_rank
         optimizer.max_skipped evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
@@ -46,7 +47,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         """seed checkpoint.every checkpoint.keep checkpoint.permanent_every evals.every metrics.sample_tokens
         schedule.warmup_steps schedule.warmup_tokens schedule.decay_steps schedule.decay_tokens
         optimizer.weight_decay optimizer.powersgd_start_step model.init_std model.z_loss
-        model.value_embeddings
+        model.value_embeddings model.full_every model.init_embedding_std
         model.moe.experts model.moe.shared model.moe.dense_layers model.moe.balance_weight model.moe.bias_rate
         model.moe.z_loss
         parallel.prefetch_forward parallel.prefetch_backward""",
@@ -55,6 +56,8 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     (
         """optimizer.lr optimizer.eps optimizer.clip epochs max_minutes model.norm_eps model.logit_softcap
+        model.attention_scale model.attention_softcap model.embedding_scale model.rotary.beta_fast
+        model.rotary.beta_slow model.rotary.low_frequency model.rotary.high_frequency model.rotary.magnitude
         model.moe.scale model.moe.capacity_factor
         parallel.timeout_seconds parallel.bucket_cap_mb hardware.peak_tflops hardware.memory_gib""",
         lambda value: value > 0,
@@ -70,7 +73,9 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda value: 0 <= value <= 1,
         "must be between 0 and 1",
     ),
-    ("activations.budget", lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
+    ("model.rotary.theta", lambda value: value > 1, "must be above 1"),
+    ("model.rotary.factor", lambda value: value >= 1, "must be at least 1"),
+    ("model.rotary.share activations.budget", lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
 ]
 
 
@@ -208,9 +213,25 @@ def _run(config: Config, world: World) -> Iterator[Problem]:
         yield Problem("evals.tasks", [], "eval_only has nothing to score", f"evals.tasks=[{','.join(TASKS)}]")
 
 
+def _rotary(model: ModelConfig) -> Iterator[Problem]:
+    """model.head_size is known."""
+    rotary, turned = model.rotary, int(model.head_size * model.rotary.share)
+    if model.head_size * rotary.share != turned or turned % 2 != 0 or turned == 0:
+        reason = (
+            f"of a head of {model.head_size} an even number is turned, and that is {model.head_size * rotary.share:g}"
+        )
+        yield Problem("model.rotary.share", rotary.share, reason, f"model.head_dim={2 * -(-model.head_size // 2)}")
+    if rotary.scaling is RotaryScaling.llama3 and rotary.low_frequency >= rotary.high_frequency:
+        reason = f"must be below model.rotary.high_frequency={rotary.high_frequency:g}"
+        yield Problem("model.rotary.low_frequency", rotary.low_frequency, reason, "model.rotary.low_frequency=1.0")
+    if rotary.scaling is RotaryScaling.yarn and rotary.beta_slow >= rotary.beta_fast:
+        reason = f"must be below model.rotary.beta_fast={rotary.beta_fast:g}"
+        yield Problem("model.rotary.beta_slow", rotary.beta_slow, reason, "model.rotary.beta_slow=1.0")
+
+
 def _model(config: Config, world: World) -> Iterator[Problem]:
     model = config.model
-    if legal_numbers(model.dim, model.heads) and model.dim % model.heads != 0:
+    if model.head_dim is None and legal_numbers(model.dim, model.heads) and model.dim % model.heads != 0:
         reason = f"must divide model.dim={model.dim}"
         dims = alternatives("model.dim", around(model.dim, model.heads))
         yield Problem(
@@ -223,6 +244,8 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
         reason = f"must divide model.heads={model.heads}"
         legal = alternatives("model.kv_heads", divisors_around(model.heads, model.key_value_heads))
         yield Problem("model.kv_heads", model.kv_heads, reason, legal)
+    if model.position is Position.rotary and legal_numbers(model.dim, model.heads, model.head_size):
+        yield from _rotary(model)
     tables = model.value_embeddings
     if legal_numbers(model.layers, tables) and 2 * tables > model.layers:
         reason = f"each table serves two blocks, and model.layers={model.layers}"
@@ -237,6 +260,9 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
         reason = f"the tokenizer {config.tokenizer.kind.name} has {needed} tokens"
         yield Problem("model.vocab_size", model.vocab_size, reason, "model.vocab_size=null")
     kernel, device = model.attention, config.hardware.device
+    if model.attention_softcap is not None and kernel not in (Attention.auto, Attention.sdpa):
+        reason = f"no kernel of scaled_dot_product_attention bends scores, and model.attention is {kernel.name}"
+        yield Problem("model.attention_softcap", model.attention_softcap, reason, "model.attention=auto")
     if kernel in (Attention.efficient, Attention.cudnn) and device == "cpu":
         yield Problem("model.attention", kernel.name, "needs a GPU, and hardware.device is cpu", "model.attention=auto")
     if (

@@ -376,6 +376,9 @@ def _context(config: Config, world: World) -> Iterator[Problem]:
     if kind is Context.ring and model.dropout > 0:
         reason = f"merges what kernels give, which have no dropout here, and model.dropout is {model.dropout}"
         yield Problem("parallel.context", kind.name, reason, "parallel.context=gather, or model.dropout=0")
+    if kind is Context.ring and model.attention_softcap is not None:
+        reason = f"has a kernel of its own, and model.attention_softcap is {model.attention_softcap}"
+        yield Problem("parallel.context", kind.name, reason, "parallel.context=gather or parallel.context=ulysses")
     if kind is Context.ring and model.attention not in (Attention.auto, Attention.sdpa, Attention.flash):
         reason = f"has a kernel of its own, and model.attention is {model.attention.name}"
         yield Problem("parallel.context", kind.name, reason, "parallel.context=gather, or model.attention=auto")
