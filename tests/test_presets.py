@@ -43,9 +43,10 @@ def test_builds_on_meta(preset: str) -> None:
     config = composed(preset)
     with torch.device("meta"):
         model = Decoder(config)
-    padding = (config.padded_vocab_size - (config.vocab_size or 0)) * config.dim
+    widths = config.dim * (1 if config.tied_head else 2) + config.value_embeddings * config.key_value_dim
+    padding = (config.padded_vocab_size - (config.vocab_size or 0)) * widths
     roles = parameter_roles(model)
     built = sum(p.numel() for name, p in model.named_parameters() if roles[name] is not Role.balance)
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert built - padding * (1 if config.tied_head else 2) == parameters(config)
+    assert built - padding == parameters(config)
     assert parameters(config) == PUBLISHED.get(preset, parameters(config))

@@ -41,6 +41,7 @@ from training.schedule import Schedule
 from training.step import Step
 from training.tokenizers import Tokenizer, build
 from training.unresolved import digests
+from training.windows import Windows
 
 
 @dataclass
@@ -142,6 +143,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         batches=build_batches(config, place, text),
         step=step,
         schedule=Schedule(config.schedule, config.optimizer.lr, config.steps, speed.step_tokens),
+        windows=Windows(spread, config.steps),
         meters=Meters(
             place.mesh,
             place.device,

@@ -244,6 +244,9 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
         reason = f"must divide model.heads={model.heads}"
         legal = alternatives("model.kv_heads", divisors_around(model.heads, model.key_value_heads))
         yield Problem("model.kv_heads", model.kv_heads, reason, legal)
+    if model.window is None and model.window_stages > 1:
+        reason = "there is no window to grow, since model.window is null"
+        yield Problem("model.window_stages", model.window_stages, reason, "model.window_stages=1, or model.window=256")
     if model.position is Position.rotary and legal_numbers(model.dim, model.heads, model.head_size):
         yield from _rotary(model)
     tables = model.value_embeddings

@@ -18,6 +18,7 @@ from training.schedule import Schedule
 from training.seeds import seed_step
 from training.status import State, Status
 from training.step import Step
+from training.windows import Windows
 
 LONG_RUN_SECONDS = 3600.0  # from here on checkpoint.test_restore=auto tests
 
@@ -33,6 +34,7 @@ class Run:
     batches: Batches
     step: Step
     schedule: Schedule
+    windows: Windows
     meters: Meters
     writers: Writers
     checkpoints: Checkpoints
@@ -57,6 +59,7 @@ def train(run: Run, steps_done: int) -> Stopped | None:
             step, lr = batch.step + 1, run.schedule.lr(batch.step)
             run.step_begun = step
             seed_step(run.config.seed, batch.step, run.random_coordinate)
+            run.windows.train(batch.step)
             run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr, run.agreement))
             run.status.step = step
 
@@ -131,6 +134,7 @@ def save(run: Run, step: int, kind: str) -> Saved:
 def score(run: Run, step: int, saved: Saved | None) -> Stopped | None:
     """Runs the suite; the scores go to the writers and beside the checkpoint. Returns the reason if it was asked to
     stop meanwhile, and then there are no scores."""
+    run.windows.evaluate()
     try:
         records = run.evaluation.score(step)
     except Stopped as stopped:

@@ -38,12 +38,19 @@ class Compilations:
         self._expected: dict[tuple[int, ...], str] = {}
         self._seen: set[tuple[int, ...]] = set()
         self._now: Pass | None = None
+        self._variants = 1
         listen(self._started, self._ended)
 
     def expect(self, what: str, shape: tuple[int, int], gradients: bool) -> None:
         """Passes of tokens of this shape, [sequences, tokens], will come."""
         self._expected[*shape, gradients] = f"{what} {list(shape)}"
-        allow_graphs(len(self._expected))
+        allow_graphs(len(self._expected) * self._variants)
+
+    def expect_anew(self) -> None:
+        """Something changed that each graph has fixed: every expected pass may compile once more."""
+        self._seen.clear()
+        self._variants += 1
+        allow_graphs(len(self._expected) * self._variants)
 
     def begin(self, shape: torch.Size) -> None:
         """A pass of tokens of this shape begins."""
@@ -103,6 +110,11 @@ def expect(spread: Spread, what: str, shape: tuple[int, int], gradients: bool) -
     """Of a model that is not compiled nothing is expected."""
     if isinstance(spread, Watched):
         spread.compilations.expect(what, shape, gradients)
+
+
+def expect_anew(spread: Spread) -> None:
+    if isinstance(spread, Watched):
+        spread.compilations.expect_anew()
 
 
 def recompiles(spread: Spread) -> int:
