@@ -32,6 +32,7 @@ from parallel.powersgd import PowerSGD
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
 from parallel.replicas import check_replicas
 from parallel.sequence import SequenceShare
+from parallel.values import check_values
 
 if TYPE_CHECKING:
     from parallel.pipeline import Pipeline, Shared
@@ -44,6 +45,7 @@ class Spread:
     model: Decoder
     data: DataParallel
     compiled: Scope
+    mesh: DeviceMesh | None
     alike: dict[str, float] = field(default_factory=dict)  # what gradients.sum_alike sums over tp
     whole: list[nn.Parameter] = field(default_factory=list)  # what gradients.sum_whole sums over data ranks
     pipeline: "Pipeline | None" = None
@@ -178,9 +180,10 @@ def parallelize(
             else:
                 spreads[index] = Single(callee)
     check_replicas(decoder, mesh)
+    check_values(decoder, mesh)
     data = next(iter(spreads.values()))
     whole = whole_parameters(decoder) if isinstance(data, Sharded) else []
-    spread = Spread(decoder, data, compiled, alike, whole, share=share, views=views, powersgd=powersgd)
+    spread = Spread(decoder, data, compiled, mesh, alike, whole, share=share, views=views, powersgd=powersgd)
     if parallel.pp > 1:
         assert mesh is not None
         passes = {index: of_stage.call for index, of_stage in spreads.items()}

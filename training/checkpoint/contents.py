@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models.decoder import Decoder
 from parallel.apply import Spread
+from parallel.values import check_values
 from training.checkpoint.folders import Saved
 from training.checkpoint.store import SaveFailed, Store
 from training.config import CheckpointConfig, Load
@@ -26,9 +27,10 @@ def model_state(model: Decoder) -> dict[str, Tensor]:
 
 
 def load_model(store: Store, saved: Saved, spread: Spread) -> None:
-    """Weights alone."""
+    """Weights alone. Raises WrongValues."""
     store.load(saved, model_state(spread.model))
     spread.copy_shared({})
+    check_values(spread.model, spread.mesh, str(saved.folder))
 
 
 @dataclass
@@ -79,6 +81,7 @@ class Checkpoints:
                     log.warning("PowerSGD starts anew, without its errors of before: %s", begun_anew)
         self.store.load(saved, state)
         self.spread.copy_shared(self.optimizer.tensors())
+        check_values(self.spread.model, self.spread.mesh, str(saved.folder))
 
     def _other_powersgd(self, saved: Saved) -> str:
         """Why the PowerSGD state of a checkpoint, each rank's own, is of no use here; "" where it is."""

@@ -21,7 +21,7 @@ from training.ranks import Ranks
 
 def checkpoints(folder: Path, keep: int) -> Checkpoints:
     model = Decoder(ModelConfig(layers=1, dim=8, heads=2, context=8, vocab_size=16))
-    store, spread = Store(folder, Ranks.alone()), Spread(model, Single(model), Scope.none)
+    store, spread = Store(folder, Ranks.alone()), Spread(model, Single(model), Scope.none, None)
     return Checkpoints(store, CheckpointConfig(keep=keep), spread, build_optimizer(OptimizerConfig(), model), {})
 
 
