@@ -15,8 +15,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.bubble import Clock
-from parallel.config import ParallelConfig
+from parallel.config import ParallelConfig, Schedule
 from parallel.local import local
+from parallel.overlap import overlap_exchanges, pair_passes
 from parallel.planning.stages import V_SHAPED, Stage, stage_with, stages
 
 
@@ -81,6 +82,8 @@ class Pipeline:
         self.sequence_cuts = mesh["tp"].size()
         self.schedules: dict[tuple[int, ...], Any] = {}
         self.clock = Clock(device)
+        paired = parallel.schedule is Schedule["dualpipev"]
+        self.turns = overlap_exchanges(passes.values(), device) if paired else None
         self.divisor = torch.ones(())
         self.loss_sum = torch.zeros(())
 
@@ -136,7 +139,10 @@ class Pipeline:
             part.clock = self.clock
         kind = get_schedule_class(self.parallel.schedule.value)
         held: Any = parts[0] if issubclass(kind, PipelineScheduleSingle) else parts
-        return kind(held, count, loss_fn=self._loss, scale_grads=False)
+        schedule = kind(held, count, loss_fn=self._loss, scale_grads=False)
+        if self.turns is not None:
+            pair_passes(schedule, self.turns, self.clock)
+        return schedule
 
     def forward(self, **inputs: Any) -> Tensor:
         """Decoder.forward of the whole model without gradients, the same result on every rank: stage after stage, the

@@ -183,6 +183,16 @@ EXPERT_PARALLEL_PIPELINE = [
     (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.ep=2"), 3),
     (layout(8, "parallel=zero1 parallel.pp=2 parallel.tp=2 parallel.ep=4 parallel.schedule=zbv"), 6),
     (layout(8, "parallel=fsdp2 parallel.pp=2 parallel.cp=2 parallel.ep=4 parallel.schedule=interleaved_1f1b"), 2),
+    (layout(4, "parallel=zero1 parallel.pp=2 parallel.ep=2 parallel.schedule=dualpipev"), 6),
+    (layout(4, "parallel=pp parallel.pp=2 parallel.tp=2 parallel.ep=2 parallel.schedule=dualpipev"), 6),
+    (
+        layout(
+            8,
+            "parallel=fsdp2 parallel.pp=2 parallel.cp=2 parallel.ep=4 parallel.schedule=dualpipev "
+            "parallel.reshard_after_forward=false",
+        ),
+        6,
+    ),
 ]
 
 # Of models with experts.
