@@ -16,6 +16,7 @@ from models.config import ModelConfig, MoE
 from models.decoder import Block
 from models.moe import Experts
 from parallel.apply import parallelize
+from parallel.bubble import Clock
 from parallel.config import (
     ActivationsConfig,
     CompileConfig,
@@ -212,3 +213,12 @@ def test_alone_a_pass_waits_for_nobody() -> None:
     turns.hand_over(0)
     passes(turns, (1, 1))
     turns.hand_over(1)
+
+
+def test_the_time_of_a_pair_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, times = Clock(CPU), iter(range(10))
+    monkeypatch.setattr(clock, "_now", lambda: next(times))
+    for _ in range(2):
+        with clock.during("busy"), clock.during("busy"):
+            pass
+    assert clock.read() == (2, 0)
