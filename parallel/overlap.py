@@ -114,7 +114,8 @@ def pair_passes(schedule: Any, turns: Turns, clock: Clock) -> None:
     """Lets DualPipeV's pairs of a forward and a backward pass take turns. They run as they do in the schedule itself,
     but that both have received what they need before either begins.
 
-    schedule: torch's. What this uses of it is private but for the registration; seen on torch 2.11 and 2.15."""
+    schedule: torch's. What this uses of it is private but for the registration; seen on torch 2.15, and of 2.11 the
+    pairs alone."""
     from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
     def run(pair: Any, context: Any) -> None:
