@@ -339,6 +339,11 @@ def _tensor(config: Config, world: World) -> Iterator[Problem]:
     if not _enough(model.feedforward_dim, tp):
         legal = alternatives("model.ffn_dim", around(model.feedforward_dim, tp))
         yield Problem("model.ffn_dim", model.feedforward_dim, empty, legal)
+    moe = model.moe
+    if legal_numbers(moe.experts, moe.shared) and not _enough(moe.shared * model.expert_dim, tp):
+        legal = alternatives("model.moe.dim", around(model.expert_dim, tp))
+        reason = f"times model.moe.shared={moe.shared} {empty}"
+        yield Problem("model.moe.dim", model.expert_dim, reason, legal)
     if legal_numbers(model.vocab_size, model.vocab_multiple) and not _enough(model.padded_vocab_size, tp):
         reason = f"a vocabulary of {model.padded_vocab_size} rows {empty}"
         yield Problem("model.vocab_multiple", model.vocab_multiple, reason, f"model.vocab_multiple={tp}")

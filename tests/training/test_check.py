@@ -276,6 +276,12 @@ def test_reshard_divides_the_shards() -> None:
         ({"model__context": 130}, "model.context", "equal parts", "model.context=128 or model.context=132"),
         ({"model__ffn_dim": 3}, "model.ffn_dim", "with nothing", "model.ffn_dim=4"),
         ({"model__ffn_dim": 6}, "model.ffn_dim", "with nothing", "model.ffn_dim=4 or model.ffn_dim=8"),  # 2, 2, 2, 0
+        (
+            {"model__moe__experts": 2, "model__moe__shared": 2, "model__moe__dim": 3},
+            "model.moe.dim",
+            "model.moe.shared=2 cut over parallel.tp=4 as torch.chunk does leaves a rank with nothing",
+            "model.moe.dim=4",
+        ),
         ({"parallel__dp_shard": 4}, "parallel.dp_shard", "there are 2 ranks (times tp 4)", "parallel.dp_shard=2"),
         ({"parallel__async_tp": True, "hardware__device": "cpu"}, "parallel.async_tp", "GPU", "async_tp=false"),
         ({"parallel__async_tp": True, "compile__scope": "none"}, "parallel.async_tp", "compiler", "compile=block"),
