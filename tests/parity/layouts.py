@@ -167,6 +167,7 @@ EXPERT_PARALLEL = [
     layout(4, "parallel=fsdp2 parallel.ep=2"),
     layout(4, "parallel=fsdp2 parallel.ep=4 parallel.reshard_after_forward=false"),
     layout(4, "parallel=zero1 parallel.ep=2"),
+    layout(4, "parallel=hsdp parallel.ep=2", 2),
     layout(2, "parallel=tp parallel.ep=2"),
     layout(2, "parallel=tp"),
     layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=4"),

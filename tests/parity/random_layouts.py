@@ -28,7 +28,7 @@ from training.config import Config, OptimizerKind, leaves
 from training.refusal import Refusal
 from training.resolve import Chosen, World, data_ranks, resolve
 
-RANKS = 8  # at most
+RANKS = [1, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 8, 8]  # more often those that several axes can share
 
 
 @dataclass
@@ -58,11 +58,8 @@ def divisors(number: int) -> list[int]:
 
 def draw(random: Random, number: int) -> Drawn:
     """A layout and a model that it can spread."""
-    ranks = random.randint(1, RANKS)
-    tp = random.choice(divisors(ranks))
-    pp = random.choice([1, random.choice(divisors(ranks // tp))])
-    cp = random.choice([1, random.choice(divisors(ranks // tp // pp))])
-    there = ranks // tp // pp // cp
+    ranks = random.choice(RANKS)
+    pp, cp, tp, there = draw_degrees(random, ranks)
     config = Config(steps=2, seed=random.randrange(1000))
     config.hardware.device = "cpu"
     config.precision.dtype, config.compile.scope = Dtype.fp64, Scope.none
@@ -81,6 +78,16 @@ def draw(random: Random, number: int) -> Drawn:
     rows = config.model.vocab_multiple
     vocabulary = random.choice([size for size in range(11, 90) if enough(-(-size // rows) * rows, tp)])
     return Drawn(number, ranks, config, vocabulary)
+
+
+def draw_degrees(random: Random, ranks: int) -> list[int]:
+    """Of pp, cp, tp and data parallelism, which is two axes."""
+    degrees = [1, 1, 1, 1]
+    while ranks > 1:
+        prime = divisors(ranks)[1]
+        degrees[random.choice([0, 1, 2, 3, 3])] *= prime
+        ranks //= prime
+    return degrees
 
 
 def draw_context(random: Random, parallel: ParallelConfig) -> None:
@@ -154,10 +161,12 @@ def draw_parallel(random: Random, parallel: ParallelConfig, there: int, times: i
 
 def draw_experts(random: Random, config: Config) -> None:
     """For some models, on ranks of every axis that shares a copy."""
-    if random.random() < 0.6:
+    if random.random() < 0.5:
         return
     moe = config.model.moe
     moe.experts, moe.dim, moe.shared = random.choice([2, 3, 4, 6, 8]), random.randint(5, 30), random.randint(0, 2)
+    while moe.shared and not enough(moe.shared * moe.dim, config.parallel.tp):
+        moe.dim += 1
     moe.top_k = random.randint(1, min(3, moe.experts))
     moe.normalize = moe.top_k > 1 and random.random() < 0.5
     moe.dense_layers = random.randint(0, config.model.layers - 1)
@@ -170,7 +179,7 @@ def draw_experts(random: Random, config: Config) -> None:
 def draw_expert_ranks(random: Random, config: Config) -> None:
     parallel, default = config.parallel, ParallelConfig()
     ranks = parallel.dp_shard * parallel.cp * parallel.tp
-    parallel.ep = random.choice(divisors(math.gcd(config.model.moe.experts, ranks)))
+    parallel.ep = random.choice([1, *2 * divisors(math.gcd(config.model.moe.experts, ranks))[1:]])
     parallel.cpu_offload = False
     if not parallel.torch_ddp:
         for name in DDP_KEYS:
@@ -245,6 +254,15 @@ def feedforward(random: Random, drawn: Drawn) -> str | None:
     tp = drawn.config.parallel.tp
     drawn.config.model.ffn_dim = random.choice([size for size in range(1, 50) if not enough(size, tp)] or [0])
     return "model.ffn_dim"
+
+
+def shared_experts(random: Random, drawn: Drawn) -> str | None:
+    model, tp = drawn.config.model, drawn.config.parallel.tp
+    found = [size for size in range(1, 50) if not enough(model.moe.shared * size, tp)]
+    if model.moe.experts == 0 or model.moe.shared == 0 or not found:
+        return None
+    model.moe.dim = random.choice(found)
+    return "model.moe.dim"
 
 
 def batch(random: Random, drawn: Drawn) -> str | None:
@@ -357,6 +375,7 @@ BREAKS: list[Callable[[Random, Drawn], str | None]] = [
     context,
     too_long,
     feedforward,
+    shared_experts,
     batch,
     micro_batch,
     more_ranks,

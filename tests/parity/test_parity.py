@@ -1,5 +1,6 @@
 """Promise 1: the layout never changes the run. Every layout against a plain loop in one process."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,15 @@ def gloo_cannot(layout: Layout) -> pytest.MarkDecorator:
 QUICK_ON_8 = ("parallel=3d", "parallel=fsdp2 parallel.tp=2 parallel.cp=2 parallel.ep=2")
 QUICK_ON_4 = ("1f1b", "interleaved_1f1b", "zbv")
 QUICK_SHARED = (  # of those on 4 whose ranks share sequences or experts
+    "parallel.cp=4 parallel.context=ring",
+    "parallel=ddp parallel.cp=2",
     "parallel=fsdp2 parallel.cp=2 parallel.context=ring",
     "parallel=tp parallel.tp=2 parallel.cp=2 parallel.context=ulysses",
+    "parallel=pp parallel.pp=2 parallel.cp=2",
     "parallel=fsdp2 parallel.ep=2",
+    "parallel=fsdp2 parallel.ep=4 parallel.reshard_after_forward=false",
+    "parallel=hsdp parallel.ep=2",
+    "parallel=fsdp2 parallel.pp=2 parallel.ep=2",
     "parallel=fsdp2 parallel.tp=2 parallel.ep=4",
     "parallel=tp parallel.tp=2 parallel.cp=2 parallel.ep=4",
 )
@@ -156,11 +163,9 @@ CASES = [
     *[pytest.param(Case(layout, 3, CONTEXT_TRAININGS[0]), marks=pytest.mark.slow) for layout in COMPILED_CONTEXT],
     *[case for layout in EXPERT_PARALLEL for case in cases_of(layout, 3, EXPERT_PARALLEL_TRAININGS)],
     *[
-        pytest.param(
-            Case(layout, count, Training("experts for pp", "sgd", "fp64")),
-            marks=[gloo_cannot(layout), pytest.mark.slow],
-        )
+        case
         for layout, count in EXPERT_PARALLEL_PIPELINE
+        for case in cases_of(layout, count, [Training("experts for pp", "sgd", "fp64")])
     ],
     *[case for layout in EXPERTS for case in cases_of(layout, 3, EXPERT_TRAININGS[3])],
     *[
@@ -238,3 +243,29 @@ def test_a_layout_gives_the_run_of_the_plain_loop(
     found = differences(case)
     record_property("parity", entry(case, found))
     assert found.wrong(BOUNDS[case.training.precision]) == []
+
+
+def degrees_of(case: Case) -> dict[str, int]:
+    """Of the axes that the layout uses. ep takes its ranks from shard, cp or tp, so one of them is there as well."""
+    parallel = config_of(case).parallel
+    degrees = {"shard": parallel.dp_shard, "replicate": parallel.dp_replicate}
+    degrees |= {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep}
+    return {axis: degree for axis, degree in degrees.items() if degree > 1}
+
+
+def test_every_run_tries_each_axis_alone_and_with_each_other() -> None:
+    params = [case for case in CASES if not isinstance(case, Case) and pytest.mark.slow not in case.marks]
+    quick = [*[case for case in CASES if isinstance(case, Case)], *[case.values[0] for case in params]]
+    used = [degrees_of(case) for case in quick]
+    for degree in (2, 4):
+        for axis in ("shard", "replicate", "tp", "pp", "cp"):
+            assert {axis: degree} in used
+        assert {"shard": degree, "ep": degree} in used
+    together = [set(degrees) for degrees in used]
+    for pair in itertools.combinations(("shard", "replicate", "tp", "pp", "cp"), 2):
+        assert set(pair) in together
+    for axis in ("shard", "tp", "cp"):
+        assert {axis, "ep"} in together
+    for axis in ("replicate", "pp"):
+        assert {axis, "shard", "ep"} in together
+    assert any(len(axes) == 3 for axes in together) and any(len(axes) == 4 for axes in together)

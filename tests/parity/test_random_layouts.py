@@ -3,6 +3,7 @@ are drawn with LAYOUTS_SEED=<a number>."""
 
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -16,6 +17,7 @@ from tests.oracle import Batch, Trajectory, train
 from tests.parity.cases import LEAST_MARGIN, recipe_of, shape_of
 from tests.parity.compare import BOUNDS, CPU, Differences, compare, mesh_of
 from tests.parity.random_layouts import Drawn, illegal, legal
+from tests.parity.random_table import row
 from tests.ranks import run_ranks
 from training.check import check
 from training.ranks import Ranks
@@ -28,9 +30,12 @@ LRS = (0.004, 0.01)
 
 @dataclass(frozen=True)
 class Task:
+    """redrawn: how often the first weights were, since a router's choice hung on rounding."""
+
     drawn: Drawn
     batches: list[Batch]
     expected: Trajectory
+    redrawn: int
 
 
 def draw_tasks(numbers: range) -> dict[int, list[Task]]:
@@ -43,11 +48,13 @@ def draw_tasks(numbers: range) -> dict[int, list[Task]]:
         config.model.vocab_size = drawn.vocabulary
         batches = [draw_batch(drawn, step) for step in range(len(LRS))]
         expected = train(shape_of(config), config.seed, torch.float64, batches, recipe_of(config, LRS))
-        while expected.margin <= LEAST_MARGIN:  # other first weights, where a router's choice hangs on rounding
+        redrawn = 0
+        while expected.margin <= LEAST_MARGIN:
             config.seed += 1000
+            redrawn += 1
             print(f"layout {number} begins anew with seed {config.seed}: the margin was {expected.margin:.1e}")
             expected = train(shape_of(config), config.seed, torch.float64, batches, recipe_of(config, LRS))
-        found[drawn.ranks].append(Task(drawn, batches, expected))
+        found[drawn.ranks].append(Task(drawn, batches, expected, redrawn))
     return dict(sorted(found.items()))
 
 
@@ -92,13 +99,17 @@ def run(tasks: list[Task]) -> list[Differences]:
     ],
     ids=str,
 )
-def test_a_random_layout_gives_the_run_of_the_plain_loop(numbers: range) -> None:
+def test_a_random_layout_gives_the_run_of_the_plain_loop(
+    numbers: range, record_property: Callable[[str, object], None]
+) -> None:
     print(f"LAYOUTS_SEED={SEED}")
     wrong = []
     for count, tasks in draw_tasks(numbers).items():
         for task, *of_ranks in zip(tasks, *run_ranks(count, run, tasks, timeout=300), strict=True):
             print(task.drawn)
-            differs = Differences.worst(of_ranks).wrong(BOUNDS["fp64"])
+            found = Differences.worst(of_ranks)
+            record_property("random layout", row(SEED, task.drawn, task.redrawn, found))
+            differs = found.wrong(BOUNDS["fp64"])
             wrong += [f"{task.drawn}: {', '.join(differs)}"] if differs else []
     assert not wrong, "\n".join([f"LAYOUTS_SEED={SEED}", *wrong])
 
