@@ -1,12 +1,17 @@
 """What only a GPU can show: that what is compiled, recomputed, offloaded or in bf16 trains there as the plain model
 does, and how fast and in how much memory:
 
-python -m scripts.gpu_check [--minutes 8] [--device cuda] [--small]
+python -m scripts.gpu_check [dense | moe] [--minutes 8] [--device cuda] [--small]
 
-The first table has each variant's largest difference in loss and gradient norm over a few steps from eager float32 on
-one device. The second has tokens per second, MFU and peak memory of GPT-2 124M and of a billion parameters. A variant
-that would begin after the minutes are over is left out, and named. Exit code 1 where a variant differs, 2 where there
-is no such device.
+dense: the first table has each variant's largest difference in loss and gradient norm over a few steps from eager
+float32 on one device. The second has tokens per second, MFU and peak memory of GPT-2 124M and of a billion parameters.
+
+moe: the first table has the difference of torch's grouped product of experts to a loop over them, with an expert
+without tokens, and its time over the loop's, forward and backward. The second has the speed of a model of 3.1 billion
+parameters, 1.1 of which a token meets; it needs 70 GB.
+
+A variant that would begin after the minutes are over is left out, and named. Exit code 1 where a variant differs, 2
+where there is no such device.
 """
 
 import argparse
@@ -19,6 +24,7 @@ import torch
 
 from models.flops import flops_per_token
 from parallel.precision import settle as settle_precision
+from scripts import grouped_products
 from training.build import speed_of, spread_model
 from training.check import settle
 from training.compose import compose, refusing
@@ -52,15 +58,23 @@ SPEEDS = [
     "compile=block activations=none parallel=fsdp2",
     "compile=model activations=none",
 ]
+MOE_SPEEDS = [
+    "compile=none activations=full",
+    "compile=none activations=full model.moe.forced_balance=true",
+    "compile=block activations=full",
+]
 PARITY_STEPS, WARMUP, MEASURED = 5, 3, 10
+MINUTES = {"dense": 8.0, "moe": 4.0}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The words of the models and batches."""
+    """The words of the models and batches; products: of the experts' matrices."""
 
     parity: str
     speed: dict[str, str]
+    moe_speed: dict[str, str]
+    products: list[grouped_products.Sizes]
 
 
 FULL = Sizes(
@@ -70,10 +84,21 @@ FULL = Sizes(
         "1B": "model=gpt2_1558m model.layers=18 model.dim=2048 model.heads=16 model.context=2048 "
         "batch_sequences=8 micro_batch=4",
     },
+    {
+        "3.1B, 1.1B active": "model=gpt2_1558m model.layers=20 model.dim=2048 model.heads=16 model.context=2048 "
+        "model.moe.experts=32 model.moe.top_k=8 model.moe.dim=1024 model.moe.bias_rate=0.001 "
+        "batch_sequences=8 micro_batch=4",
+    },
+    [grouped_products.Sizes(65536, 2048, 1024, 32), grouped_products.Sizes(16384, 2048, 8192, 8)],
 )
 SMALL = Sizes(
     "model.layers=2 model.dim=32 model.context=16 batch_sequences=4 micro_batch=2",
     {"small": "model.layers=2 model.dim=32 model.context=16 batch_sequences=4 micro_batch=2"},
+    {
+        "small": "model=moe_debug model.moe.dense_layers=0 model.layers=2 model.dim=32 model.context=16 "
+        "batch_sequences=4 micro_batch=2"
+    },
+    [grouped_products.Sizes(64, 32, 16, 4)],
 )
 
 
@@ -186,7 +211,54 @@ def mfu_of(trained: Trained, tokens_per_second: float) -> float | None:
 
 
 def words_of(words: str) -> str:
-    return " ".join(word for word in words.split() if word.startswith(("compile", "activations", "parallel")))
+    return " ".join(
+        word for word in words.split() if word.startswith(("compile", "activations", "parallel", "model.moe.forced"))
+    )
+
+
+def dense(sizes: Sizes, device: str, deadline: float) -> bool:
+    """Whether all variants are within their bounds."""
+    rows, good, left_out = parity(sizes, device, deadline)
+    say(table([["against " + REFERENCE, "loss", "norm", ""]], rows))
+    speeds(sizes.speed, SPEEDS, device, deadline, left_out)
+    return good
+
+
+def moe(sizes: Sizes, device: str, deadline: float) -> bool:
+    """Whether the grouped products are within their bounds."""
+    rows, good = [], True
+    for shape in sizes.products:
+        for dtype, bound in grouped_products.BOUNDS.items():
+            found = grouped_products.compare(shape, dtype, torch.device(device))
+            within = found.difference <= bound  # false for NaN too
+            good &= within
+            rows.append(
+                [
+                    f"{shape.experts} x {shape.dim} x {shape.hidden}, {shape.rows} rows {dtype}".replace("torch.", ""),
+                    f"{found.difference:.1e} (of {bound:.0e})",
+                    f"{1000 * found.grouped:.2f}",
+                    f"{found.grouped / found.looped:.2f}",
+                    "ok" if within else "DIFFERS",
+                ]
+            )
+    say(table([["grouped product of experts", "to the loop", "ms", "time / loop's", ""]], rows))
+    speeds(sizes.moe_speed, MOE_SPEEDS, device, deadline, [])
+    return good
+
+
+def speeds(models: dict[str, str], variants: list[str], device: str, deadline: float, left_out: list[str]) -> None:
+    """left_out: what there was no time for before."""
+    rows = []
+    for model, shape in models.items():
+        for words in variants:
+            if perf_counter() > deadline:
+                left_out.append(f"{model} {words}")
+                continue
+            say(f"  {model} {words}")
+            rows.append(speed(model, f"{shape} precision=bf16 {words}", device))
+    say(table([["bf16", "tokens/s", "MFU", "peak GiB"]], rows))
+    if left_out:
+        say(f"no time for {len(left_out)}: " + "; ".join(left_out))
 
 
 def say(text: str) -> None:
@@ -197,30 +269,20 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="no variant begins later than this")
+    parser.add_argument("what", nargs="?", choices=list(MINUTES), default="dense")
+    parser.add_argument("--minutes", type=float, help=f"no variant begins later than this; default: {MINUTES}")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to try the script itself")
     parser.add_argument("--small", action="store_true", help="tiny models: to try the script itself")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here; nothing was checked", file=sys.stderr)
         return 2
-    sizes, deadline = SMALL if given.small else FULL, perf_counter() + 60 * given.minutes
+    sizes = SMALL if given.small else FULL
+    minutes = MINUTES[given.what] if given.minutes is None else given.minutes
     name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
     say(f"torch {torch.__version__} on {name}")
     with refusing():
-        rows, good, left_out = parity(sizes, given.device, deadline)
-        say(table([["against " + REFERENCE, "loss", "norm", ""]], rows))
-        rows = []
-        for model, shape in sizes.speed.items():
-            for words in SPEEDS:
-                if perf_counter() > deadline:
-                    left_out.append(f"{model} {words}")
-                    continue
-                say(f"  {model} {words}")
-                rows.append(speed(model, f"{shape} precision=bf16 {words}", given.device))
-    say(table([["bf16", "tokens/s", "MFU", "peak GiB"]], rows))
-    if left_out:
-        say(f"no time for {len(left_out)}: " + "; ".join(left_out))
+        good = {"dense": dense, "moe": moe}[given.what](sizes, given.device, perf_counter() + 60 * minutes)
     return 0 if good else 1
 
 
