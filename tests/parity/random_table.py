@@ -46,7 +46,7 @@ def update(page: Path, rows: list[dict[str, Any]]) -> None:
         f"gradient (≤ {bound.gradient:.0e})",
         "weights (≤ 1)",
     ]
-    said = f"{len(lines)} layouts; of {redrawn} the first draw of weights had a smaller margin and was replaced."
+    said = f"{len(lines)} layouts, {redrawn} of them with weights that were drawn anew for a router's margin."
     largest_row = ["all", "the largest", str(redrawn), *largest]
     text = [HEADING, "", said, "", *map(_line, [title, ["---"] * len(title), largest_row, *lines])]
     write_text(page, before + "\n".join(text) + "\n")
