@@ -32,7 +32,7 @@ def check_values(model: Decoder, mesh: DeviceMesh | None, loaded_from: str | Non
     wrong = [
         f"  {name} {told}"
         for (name, spec), (number, total, squares) in zip(specs.items(), sums.tolist(), strict=True)
-        if (told := _wrong(spec, number, total, squares, loaded_from is None))
+        if (told := _wrong(spec, number, total, squares, _drawn(model.get_parameter(name), spec), loaded_from is None))
     ]
     of_stages = sum_over(mesh, ("pp",), torch.tensor(len(wrong), device=sums.device))
     if of_stages > 0:
@@ -53,7 +53,13 @@ def _sums(parameter: nn.Parameter, spec: Spec) -> Tensor:
     return torch.stack([number, values.sum(dtype=torch.float64), norm.square()])
 
 
-def _wrong(spec: Spec, number: float, total: float, squares: float, fresh: bool) -> str:
+def _drawn(parameter: nn.Parameter, spec: Spec) -> int:
+    """How many values were drawn for the whole of it: copies tell nothing more about the draw."""
+    rows, *others = parameter.shape
+    return math.prod([rows if spec.rows is None else min(rows, spec.rows), *others])
+
+
+def _wrong(spec: Spec, number: float, total: float, squares: float, drawn: int, fresh: bool) -> str:
     """What is wrong with a parameter; nothing where all is right."""
     if number == 0:
         return ""
@@ -66,8 +72,8 @@ def _wrong(spec: Spec, number: float, total: float, squares: float, fresh: bool)
         return ""
     mean = total / number
     deviation = math.sqrt(max(squares / number - mean**2, 0.0))
-    if abs(mean - spec.mean) > spec.std * SIGMAS / math.sqrt(number) + 1e-6:
+    if abs(mean - spec.mean) > spec.std * SIGMAS / math.sqrt(drawn) + 1e-6:
         return f"has a mean of {mean:.3g}, declared is {spec.mean:.3g}"
-    if abs(deviation - spec.std) > spec.std * (SIGMAS / math.sqrt(2 * number) + ROUNDING) + 1e-3 * abs(spec.mean):
+    if abs(deviation - spec.std) > spec.std * (SIGMAS / math.sqrt(2 * drawn) + ROUNDING) + 1e-3 * abs(spec.mean):
         return f"has a standard deviation of {deviation:.3g}, declared is {spec.std:.3g}"
     return ""

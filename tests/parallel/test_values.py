@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from models.config import MoE, Norm, Residual
+from models.roles import parameter_specs
 from parallel.apply import parallelize
 from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Strategy
 from parallel.local import local
@@ -87,3 +88,18 @@ def test_each_way_to_go_wrong_is_named(layout: str) -> None:
 def test_what_is_drawn_as_declared_passes(model: dict[str, Any]) -> None:
     for seed in range(3):
         spread(LAYOUTS["single"], seed, **model)
+
+
+def check_a_rare_draw(parallel: ParallelConfig) -> None:
+    now = spread(parallel)
+    weight = now.model.get_parameter("blocks.0.feedforward.up.weight")
+    values, declared = local(weight), parameter_specs(now.model)["blocks.0.feedforward.up.weight"].std
+    with torch.no_grad():
+        values.sub_(values.mean()).div_(values.std(correction=0))
+        values.mul_(declared * (1 + 4.5 / math.sqrt(2 * values.numel())))
+    check_values(now.model, now.mesh)
+
+
+def test_copies_make_no_draw_less_likely() -> None:
+    """Of four copies of a weight whose deviation is 4.5 standard errors off."""
+    run_ranks(4, check_a_rare_draw, ParallelConfig(Strategy.ddp, dp_replicate=4), group=True)
