@@ -70,20 +70,21 @@ class Shelf:
     ) -> None:
         self.block, self.least, self.before, self.device, self.copying = block, least, before, device, copying
         self.memories: dict[int, Memory] = {}  # by address, which no other storage has while it is held here
-        self.parameters: set[int] = set()
         self.copied: torch.cuda.Event | None = None
 
     @torch.no_grad()
     def put(self, tensor: Tensor) -> Tensor | View:
         """Called by autograd for each tensor it keeps."""
-        if not self.parameters:  # not earlier: FSDP2 puts whole ones in place when the block begins
-            self.parameters = {local(p).untyped_storage().data_ptr() for p in self.block.parameters()}
         part = local(tensor)
         storage = part.untyped_storage()
         address = storage.data_ptr()
-        if part.nbytes < self.least or address in self.parameters:
+        if part.nbytes < self.least:
             return tensor.detach()
         if address not in self.memories:
+            # Looked at each time: FSDP2 empties the storage of whole ones when their unit ends, which may be a part of
+            # the block, and another tensor may come to lie where they were.
+            if address in {local(p).untyped_storage().data_ptr() for p in self.block.parameters()}:
+                return tensor.detach()
             here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
             host = torch.empty(here.shape, dtype=torch.uint8, pin_memory=self.copying is not None)
             self._copy(host, here)
