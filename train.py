@@ -10,7 +10,7 @@ from training.advice import Device, advice
 from training.bubble import bubble_told
 from training.check import describe, settle
 from training.compose import check_command, from_hydra, refusing
-from training.plan import axes_table, settle_activations, stages_table, unplanned
+from training.plan import axes_table, settle_activations, stages_table
 
 
 def print_comments(text: str) -> None:
@@ -36,7 +36,6 @@ def main(composed: DictConfig) -> None:
                         stages_table(config, device.dtype) + bubble_told(config, world, config.hardware.device)
                     )
                     print_comments(axes_table(config, device.dtype))
-                    print_comments(unplanned(config))
                     for told in advice(config, world, device):
                         print_comments(f"advice: {told}")
             return

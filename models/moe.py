@@ -82,7 +82,8 @@ class Router(nn.Module):
         if self.moe.forced_balance:
             return (torch.arange(batch * seq * top_k, device=scores.device) % experts).view(batch, seq, top_k)
         preferred = scores.detach() + self.bias
-        return preferred.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+        indices = preferred.sort(dim=-1, descending=True, stable=True).indices
+        return indices[..., :top_k].contiguous()  # backward keeps it, and a view would keep the others
 
     def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Iterator[Tensor]:
         """Auxiliary losses, summed over tokens: scalars.

@@ -9,6 +9,10 @@ def in_router(name: str) -> bool:
     return ".router." in name
 
 
+def in_experts(name: str) -> bool:
+    return ".experts." in name
+
+
 def is_learned(name: str) -> bool:
     """Not so what a router counts and the bias it sets by that."""
     return not in_router(name) or name.endswith(".weight")

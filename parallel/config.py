@@ -143,6 +143,12 @@ class ParallelConfig:
         return self.dp_shard * (self.cp if self.strategy is Strategy.fsdp2 else 1)
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks among which experts apart from their layer are shared out, beside those along ep
+        (parallel.mesh.expert_view)."""
+        return self.dp_shard * self.cp * self.tp // self.ep
+
+    @property
     def sequence_cuts(self) -> int:
         """Equal parts that a sequence must have: one a rank along tp, two a rank along cp."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)

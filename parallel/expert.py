@@ -46,9 +46,10 @@ class SharedSequences(WholeSequences):
         self.share, self.tp = share, tp
 
     def whole(self, values: Tensor) -> Tensor:
-        parts = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.tp.size())]
-        dist.all_gather(parts, values.contiguous(), group=self.tp.get_group())
-        values = torch.cat(parts, dim=1)
+        if self.tp.size() > 1:
+            parts = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.tp.size())]
+            dist.all_gather(parts, values.contiguous(), group=self.tp.get_group())
+            values = torch.cat(parts, dim=1)
         return values if self.share is None else self.share.whole(values)
 
     def own(self, values: Tensor) -> Tensor:

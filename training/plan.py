@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from models.shapes import in_router
 from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy, experts_apart
 from parallel.planning.layout import master_bytes, values
-from parallel.planning.memory import Memory, memory
+from parallel.planning.memory import Memory, held_shapes, memory, state_of
 from parallel.planning.stages import as_scheduled, costs, stage_shapes, stages
 from parallel.planning.traffic import Batch, Traffic, traffic
 from parallel.recomputation import settled
@@ -34,7 +33,7 @@ def traffic_of(config: Config, dtype: Dtype) -> tuple[int, list[Traffic]]:
     """A step's collectives of the rank along pp that sends the most, and which it is; none while vocabulary or batch
     are not known. dtype: of the computation, settled."""
     batch = batch_of(config)
-    if batch is None or config.model.vocab_size is None or experts_apart(config.model, config.parallel):
+    if batch is None or config.model.vocab_size is None:
         return 0, []
     layout = (config.model, config.parallel, dtype, config.precision.reduce_dtype, batch, config.activations)
     sums = config.optimizer.sums
@@ -51,10 +50,9 @@ def memory_of(config: Config, dtype: Dtype, parallel: ParallelConfig | None = No
 
 
 def memory_of_ranks(config: Config, dtype: Dtype, parallel: ParallelConfig) -> list[Memory]:
-    """Of each rank along pp; none while vocabulary or batch are not known, and with experts, whose activations have no
-    formula yet."""
+    """Of each rank along pp; none while vocabulary or batch are not known."""
     batch = batch_of(config, parallel)
-    if batch is None or config.model.vocab_size is None or config.model.moe.experts > 0:
+    if batch is None or config.model.vocab_size is None:
         return []
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     layout = (config.model, parallel, dtype, config.precision.reduce_dtype, batch, config.activations, moments)
@@ -104,14 +102,6 @@ def _cannot_again(config: Config) -> bool:
     return config.parallel.tp > 1 and config.model.dropout > 0 and config.compile.scope is not Scope.none
 
 
-def unplanned(config: Config) -> str:
-    """What the plans of this config leave out; "" where nothing."""
-    if config.model.moe.experts == 0:
-        return ""
-    what = "memory and traffic are" if experts_apart(config.model, config.parallel) else "memory is"
-    return f"{what} not planned for a model with experts in this version"
-
-
 def gib(used: float, of: float) -> str:
     return f"{used / GIB:.2f} of {of / GIB:.3g} GiB"
 
@@ -120,7 +110,7 @@ def whole_replica(config: Config) -> ParallelConfig:
     """The layout in which each rank has a copy of everything."""
     parallel = config.parallel
     ranks = data_ranks(config) * parallel.cp * parallel.tp * parallel.pp
-    return replace(parallel, strategy=Strategy.ddp, dp_replicate=ranks, dp_shard=1, cp=1, tp=1, pp=1)
+    return replace(parallel, strategy=Strategy.ddp, dp_replicate=ranks, dp_shard=1, cp=1, tp=1, ep=1, pp=1)
 
 
 def axes_table(config: Config, dtype: Dtype) -> str:
@@ -153,18 +143,12 @@ def stages_table(config: Config, dtype: Dtype) -> str:
         return ""
     cut = stages(model, parallel)
     flops = costs(model, cut)
-    shapes = {stage.index: stage_shapes(model, parallel, stage) for stage in cut}
-    held = {stage: values(of_stage) for stage, of_stage in shapes.items()}
-    routers = {
-        stage: values({name: shape for name, shape in of_stage.items() if in_router(name)})
-        for stage, of_stage in shapes.items()
-    }
+    held = {stage.index: values(stage_shapes(model, parallel, stage)) for stage in cut}
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     rows = []
     for stage in cut:
-        whole = routers[stage.index]
-        state = (held[stage.index] - whole) / (parallel.tp * parallel.shards) + whole
-        state *= master_bytes(dtype) * (2 + moments)
+        of_rank = state_of(model, held_shapes(model, parallel, stage))
+        state = master_bytes(dtype) * (of_rank.parameters + of_rank.gradients + moments * of_rank.learned)
         first, last = stage.layers.start, stage.layers.stop - 1
         layers = f"layers {first}-{last}" if last > first else f"layer {first}"
         ends = ["embedding"] * stage.first + ["head"] * stage.last
@@ -173,6 +157,6 @@ def stages_table(config: Config, dtype: Dtype) -> str:
         rows.append(
             [str(stage.index), str(stage.rank), holds, f"{held[stage.index]:,}", f"{share:.1%}", f"{state / GIB:.3g}"]
         )
-    planned = [f"{of_rank.total / GIB:.3g}" for of_rank in memory_of_ranks(config, dtype, parallel)]
+    planned = [f"{found.total / GIB:.3g}" for found in memory_of_ranks(config, dtype, parallel)]
     below = f"\nplanned GiB at the peak, by pp rank: {', '.join(planned)}" if planned else ""
     return table([["stage", "pp rank", "holds", "parameters", "FLOPs", "state GiB a rank"]], rows, texts=3) + below

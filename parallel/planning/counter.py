@@ -45,16 +45,16 @@ class CollectiveCounter(TorchDispatchMode):
     not looked into."""
 
     def __init__(self, *meshes: DeviceMesh) -> None:
-        """meshes: views of the same ranks; a group is of the first axis that has its ranks."""
+        """meshes: views of the same ranks; a group of several axes is of the first."""
         super().__init__()
         self.number: Counter[Key] = Counter()
         self.buffer_bytes: Counter[Key] = Counter()
-        self._axes: dict[str, tuple[str, set[int]]] = {}
+        self._axes: dict[str, tuple[str, set[int]]] = {}  # by the group's name its axis and ranks
         for mesh in meshes:
             for name in mesh.mesh_dim_names or ():
                 if mesh[name].size() > 1:
                     group = mesh.get_group(name)
-                    self._axes.setdefault(name, (group.group_name, _ranks(group)))
+                    self._axes.setdefault(group.group_name, (name, _ranks(group)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
@@ -79,11 +79,10 @@ class CollectiveCounter(TorchDispatchMode):
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         """The axis of this group, or of which it is a part: FSDP2 may reshard to fewer ranks than an axis has."""
+        if group.group_name in self._axes:
+            return self._axes[group.group_name][0]
         ranks = _ranks(group)
-        for name, (group_name, _) in self._axes.items():
-            if group.group_name == group_name:
-                return name
-        return next((name for name, (_, known) in self._axes.items() if ranks <= known), "none")
+        return next((name for name, known in self._axes.values() if ranks <= known), "none")
 
 
 def _ranks(group: dist.ProcessGroup) -> set[int]:

@@ -4,9 +4,10 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 
-from models.shapes import Shapes, in_router
+from models.shapes import Shapes, in_experts, in_router
 from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
 
+INDEX_BYTES = 8  # of the number of an expert, of a row, and of how many tokens an expert gets
 BYTES = {Dtype.fp32: 4, Dtype.tf32: 4, Dtype.bf16: 2, Dtype.fp64: 8}
 
 # The dimension along which parallel.tensor.ROWS cut the weight of each module; a bias is cut with its rows.
@@ -79,6 +80,15 @@ def units(shapes: Shapes) -> tuple[list[Shapes], Shapes]:
         found[place if part == "blocks" else "root"][name] = shape
     root = found.pop("root", {})
     return list(found.values()), root
+
+
+def experts_here(shapes: Shapes, ep: int) -> Shapes:
+    """Of the experts of each layer those of one rank along ep, before FSDP2 shares them out: whole ones."""
+    return {name: (rows // ep, *rest) for name, (rows, *rest) in shapes.items() if in_experts(name)}
+
+
+def without_experts(shapes: Shapes) -> Shapes:
+    return {name: shape for name, shape in shapes.items() if not in_experts(name)}
 
 
 def reshards_to(parallel: ParallelConfig) -> int | None:

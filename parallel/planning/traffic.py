@@ -5,13 +5,13 @@ tests/parallel/test_traffic.py holds each against the collectives that are reall
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from itertools import islice
 
-from models.config import ModelConfig
-from models.shapes import Shapes, has_gradient, in_router, parameter_shapes
+from models.config import Balance, ModelConfig
+from models.shapes import Shapes, has_gradient, in_experts, in_router, parameter_shapes
 from parallel.config import (
     UNCOMPRESSED,
     ActivationsConfig,
@@ -27,7 +27,9 @@ from parallel.config import (
 )
 from parallel.planning.layout import (
     BYTES,
+    INDEX_BYTES,
     as_sharded,
+    experts_here,
     master_bytes,
     padded_shard,
     reshards_to,
@@ -36,6 +38,7 @@ from parallel.planning.layout import (
     tensor_shapes,
     units,
     values,
+    without_experts,
 )
 from parallel.planning.stages import (
     Order,
@@ -51,7 +54,7 @@ from parallel.recomputation import recomputed_layers, segment_borders, settled
 
 COUNT_BYTES = 8  # of the number of predicted tokens, a float64
 ROUNDED_BYTES = 2  # of a value of a gradient in bf16 or fp16
-ALL, BLOCKS, ALIKE = "all", "blocks", "norms, positions, biases"
+ALL, BLOCKS, EXPERTS, ALIKE = "all", "blocks", "experts", "norms, positions, biases"
 RESIDENT = 3  # stages of a rank whose parameters torch's schedules keep gathered, those it comes to next
 
 
@@ -118,10 +121,8 @@ def traffic(
     """All collectives of a training step over axes of more than one rank, and what is sent from rank to rank.
     `compute`: settled, not auto. `tensor_rank`, `shard_rank`: where sizes do not divide, later ranks along tp and
     dp_shard move less. `pipeline_rank`: each has its own stages; where FSDP2 shares them out this imports torch.
-    `compression`: with PowerSGD of a step after it has begun. Raises ValueError while the vocabulary is not known, and
-    for experts apart from their layer."""
-    if experts_apart(model, parallel):
-        raise ValueError("what experts apart from their layer move has no formula yet")
+    `compression`: with PowerSGD of a step after it has begun. Raises ValueError while the vocabulary is not known."""
+    apart, activations = experts_apart(model, parallel), as_scheduled(activations, parallel)
     held = held_stages(model, parallel, pipeline_rank)
     shapes = {stage.index: stage_shapes(model, parallel, stage) for stage in held}
     together = {name: shape for of_stage in shapes.values() for name, shape in of_stage.items()}
@@ -131,13 +132,18 @@ def traffic(
     elif parallel.strategy is not Strategy.single:
         often = gathers_of_step(shapes, as_sharded(parallel), batch, pipeline_rank)
         cut = {stage: tensor_shapes(of_stage, parallel.tp, tensor_rank) for stage, of_stage in shapes.items()}
+        if apart:
+            cut = {stage: without_experts(of_stage) for stage, of_stage in cut.items()}
+            experts = {stage: experts_here(of_stage, parallel.ep) for stage, of_stage in shapes.items()}
+            found += _experts(experts, as_sharded(parallel), compute, reduce, batch, pipeline_rank)
+            found += _exchange(model, held, parallel, compute, batch, activations)
         found += _sharded(cut, often, as_sharded(parallel), compute, reduce, batch)
         found += _whole(model, together, parallel, compute)
     if parallel.tp > 1:
-        kept = as_scheduled(activations, parallel)
-        found += _tensor(model, held, together, parallel, compute, batch, kept, shard_rank)
+        found += _tensor(model, held, together, parallel, compute, batch, activations, shard_rank)
     if parallel.cp > 1:
-        found += _context(model, held, parallel, compute, batch, as_scheduled(activations, parallel))
+        found += _context(model, held, parallel, compute, batch, activations)
+    found += _whole_sequences(model, held, parallel, batch, activations)
     if parallel.pp > 1:
         found += _stream(model, held, parallel, compute, batch)
         mine = tensor_shapes(together, parallel.tp, tensor_rank)
@@ -156,15 +162,19 @@ def _norm(model: ModelConfig, held: Shapes, parallel: ParallelConfig, compute: D
     """The square of the gradient's norm: one number for each way in which gradients are cut, summed over the axes of
     that cut, and one for the stages of a pipeline. What has two names counts once."""
     counted = held.keys() - model.shared_parameters.keys()
-    cuts = {tensor_cut(name) for name in counted} if parallel.tp > 1 else {None}
+    cuts = {tensor_cut(name) for name in _sharded_alike(counted)} if parallel.tp > 1 else {None}
+    apart = experts_apart(model, parallel) and any(map(in_experts, counted))
     numbers = [
         ("dp_shard", parallel.shards, len(cuts)),
         ("tp", parallel.tp, len(cuts - {None})),
+        ("expert_shard", parallel.expert_shards, int(apart)),
+        ("ep", parallel.ep, int(apart)),
         ("pp", parallel.pp, 1),
     ]
     for axis, ranks, number in numbers:
         size = number * master_bytes(compute)
-        yield Traffic(axis, ranks, Collective.all_reduce, "gradient norm", ALL, number, size)
+        if number > 0:
+            yield Traffic(axis, ranks, Collective.all_reduce, "gradient norm", ALL, number, size)
 
 
 def buckets(shapes: Shapes, value_bytes: int, cap_mb: float) -> list[int]:
@@ -302,7 +312,7 @@ def _whole(model: ModelConfig, held: Shapes, parallel: ParallelConfig, compute: 
     (parallel.gradients.sum_whole)."""
     size = values({name: shape for name, shape in held.items() if in_router(name) and has_gradient(name, model)})
     if size > 0:
-        for axis, ranks in (("dp_replicate", parallel.copies), ("dp_shard", parallel.shards)):
+        for axis, ranks in (("dp_replicate", parallel.copies), ("dp_shard", parallel.shards), ("tp", parallel.tp)):
             size_bytes = size * master_bytes(compute)
             yield Traffic(axis, ranks, Collective.all_reduce, "gradients", "routers", 1, size_bytes)
 
@@ -314,16 +324,107 @@ def reductions(parallel: ParallelConfig, batch: Batch) -> int:
     return 1 if parallel.reduce is Reduce.step or by_default else batch.accumulation
 
 
+def _experts(
+    held: dict[int, Shapes], parallel: ParallelConfig, compute: Dtype, reduce: Dtype, batch: Batch, pipeline_rank: int
+) -> Iterator[Traffic]:
+    """Experts apart from their layer, those of each layer a unit of FSDP2 on their own view of the ranks: gathered and
+    summed as blocks are (_sharded), but resharded to all their ranks or to none."""
+    shards = parallel.expert_shards
+    whole = replace(parallel, reshard_after_forward=parallel.reshard_after_forward is not False)
+    often, times = gathers_of_step(held, whole, batch, pipeline_rank), reductions(parallel, batch)
+    layers = {stage: units(shapes)[0] for stage, shapes in held.items()}
+    number = sum(map(len, layers.values()))
+    share = {stage: sum(padded_shard(unit, shards) for unit in of_stage) for stage, of_stage in layers.items()}
+
+    def gather(what: str, times: dict[int, int]) -> Traffic:
+        size = sum(times[stage] * share[stage] for stage in held) * shards * BYTES[compute]
+        gathered = sum(times[stage] * len(layers[stage]) for stage in held)
+        return Traffic("expert_shard", shards, Collective.all_gather, what, EXPERTS, gathered, size)
+
+    yield gather("parameters", {stage: often[stage].first for stage in held})
+    yield gather("parameters again", {stage: often[stage].again for stage in held})
+    size = sum(share.values()) * BYTES[reduce]
+    yield Traffic(
+        "expert_shard", shards, Collective.reduce_scatter, "gradients", EXPERTS, times * number, times * shards * size
+    )
+    replicas = parallel.dp_replicate
+    yield Traffic("dp_replicate", replicas, Collective.all_reduce, "gradients", EXPERTS, number, size)
+
+
+def _exchange(
+    model: ModelConfig,
+    held: list[Stage],
+    parallel: ParallelConfig,
+    compute: Dtype,
+    batch: Batch,
+    activations: ActivationsConfig,
+) -> Iterator[Traffic]:
+    """How many tokens each expert gets, then a row for each token and expert, there and back; the same rows' gradients
+    in backward. What is computed again sends again. Each rank gets as many rows as it has, as with even loads."""
+    layers = len(_routed(model, held))
+    again = len(set(_made_again(model, held, activations)) & set(_routed(model, held)))
+    forward, backward = (layers + again) * batch.accumulation, layers * batch.accumulation
+    tokens = batch.micro_batch * batch.sequence_length // parallel.tp
+    rows = tokens * model.moe.top_k * model.dim * BYTES[compute]
+
+    def entry(what: str, number: int, size: int) -> Traffic:
+        return Traffic("ep", parallel.ep, Collective.all_to_all, what, EXPERTS, number, number * size)
+
+    yield entry("numbers of tokens", forward, model.moe.experts * INDEX_BYTES)
+    yield entry("tokens", 2 * (forward + backward), rows)
+
+
+def _whole_sequences(
+    model: ModelConfig, held: list[Stage], parallel: ParallelConfig, batch: Batch, activations: ActivationsConfig
+) -> Iterator[Traffic]:
+    """Routers that balance or bound the loads of whole sequences gather the experts that tokens chose
+    (parallel.expert.SharedSequences)."""
+    moe = model.moe
+    asked = (moe.balance is Balance.sequence) + (moe.capacity_factor is not None)
+    routed = _routed(model, held)
+    again = set(_made_again(model, held, activations)) & set(routed)
+    number = asked * (len(routed) + len(again)) * batch.accumulation
+    size = number * batch.micro_batch * batch.sequence_length * moe.top_k * INDEX_BYTES
+    for axis, ranks, whole in (("tp", parallel.tp, size), ("cp", parallel.cp, parallel.cp * size)):
+        if number > 0:
+            yield Traffic(axis, ranks, Collective.all_gather, "chosen experts", "routers", number, whole)
+
+
+def _routed(model: ModelConfig, held: list[Stage]) -> list[int]:
+    return [layer for stage in held for layer in stage.layers if model.routed(layer)]
+
+
+def _sharded_alike(names: Iterable[str]) -> Iterator[str]:
+    """Without routers, which are whole, and experts apart from their layer."""
+    return (name for name in names if not in_router(name) and not in_experts(name))
+
+
+def _made_again(model: ModelConfig, held: list[Stage], activations: ActivationsConfig) -> list[int]:
+    """The blocks that backward computes again, one by one or in segments."""
+    segments = settled(activations, model) is Recompute.segments
+    again = range(model.layers) if segments else recomputed_layers(activations, model)
+    return [layer for stage in held for layer in stage.layers if layer in again]
+
+
+def _cut_parts(model: ModelConfig, layer: int) -> int:
+    """Attention, and the feed-forward layer or the shared experts: parts of a block that gather the stream."""
+    return 1 if model.routed(layer) and model.moe.shared == 0 else 2
+
+
 def _again(model: ModelConfig, held: list[Stage], activations: ActivationsConfig) -> tuple[int, int]:
-    """Gathers and scatters of the stream that backward makes again. A block that is computed again gathers for
-    attention and for the feed-forward layer; what was scattered is kept. A segment keeps nothing, and scatters again
-    but for its last, whose result no gradient needs."""
-    layers = sum(len(stage.layers) for stage in held)
+    """Gathers and scatters of the stream that backward makes again. A block that is computed again gathers for each of
+    its parts; what was scattered is kept. A segment keeps nothing, nor does a block where experts are apart: both
+    scatter again, but for a feed-forward layer at the end, whose result no gradient needs."""
+    again = _made_again(model, held, activations)
+    gathers = sum(_cut_parts(model, layer) for layer in again)
     if settled(activations, model) is Recompute.segments:
-        segments = sum(len(segment_borders(activations, len(stage.layers))) - 1 for stage in held)
-        return 2 * layers, 2 * layers - segments
-    again = set(recomputed_layers(activations, model))
-    return 2 * sum(len(again & set(stage.layers)) for stage in held), 0
+        borders = [(stage, segment_borders(activations, len(stage.layers))[1:]) for stage in held]
+        ends = [stage.layers[end - 1] for stage, of_stage in borders for end in of_stage]
+    elif model.moe.experts > 0:
+        ends = again
+    else:
+        return gathers, 0
+    return gathers, gathers - sum(_cut_parts(model, layer) == 2 for layer in ends)
 
 
 def _tensor(
@@ -338,14 +439,15 @@ def _tensor(
 ) -> Iterator[Traffic]:
     """Tensor parallelism with the stream between parts cut along the sequence (Korthikanti et al. 2022, 4.2.2).
 
-    Attention and the feed-forward layer each gather the stream and scatter what they add to it, the embedding scatters
-    and the head gathers; in backward a gather is a reduce-scatter and the other way round. The loss needs the largest
-    score of each token, then the sum of exponentials and the label's score. The gradients of parameters that are whole
-    on each rank are summed together, once a step
+    Attention and the feed-forward layer (with experts the shared ones) each gather the stream and scatter what they add
+    to it, the embedding scatters and the head gathers; in backward a gather is a reduce-scatter and the other way
+    round. The loss needs the largest score of each token, then the sum of exponentials and the label's score. The
+    gradients of parameters that are whole on each rank are summed together, once a step
     (parallel.gradients.sum_alike)."""
     ranks, tokens = parallel.tp, batch.micro_batch * batch.sequence_length
     stream = tokens * model.dim * BYTES[compute]
-    each = sum(4 * len(stage.layers) + stage.first + stage.last for stage in held)
+    parts = sum(_cut_parts(model, layer) for stage in held for layer in stage.layers)
+    each = 2 * parts + sum(stage.first + stage.last for stage in held)
     collectives = (Collective.all_gather, Collective.reduce_scatter)
     for collective, again in zip(collectives, _again(model, held, activations), strict=True):
         number = (each + again) * batch.accumulation
@@ -353,7 +455,7 @@ def _tensor(
     if any(stage.last for stage in held):
         number, size = 2 * batch.accumulation, 3 * tokens * batch.accumulation * max(4, BYTES[compute])
         yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, size)
-    whole = {name: shape for name, shape in shapes.items() if tensor_cut(name) is None}
+    whole = {name: shapes[name] for name in _sharded_alike(shapes) if tensor_cut(name) is None}
     size = values(shard_shapes(whole, parallel.shards, shard_rank)) * master_bytes(compute)
     yield Traffic("tp", ranks, Collective.all_reduce, "gradients", ALIKE, 1, size)
 
@@ -371,10 +473,10 @@ def _context(
     gather: keys and values, and in backward their gradients scattered. ulysses: queries, keys and values to ranks of
     heads, and the result back; the same in backward. ring: keys and values to every other rank; in backward again, and
     beside them their gradients, in float32 or wider, one hop further. A block that is computed again does forward's
-    part again; the ring's result is kept, unless it is of a segment."""
+    part again; the ring's result is kept, unless it is of a segment or experts are apart."""
     ranks, layers = parallel.cp, [layer for stage in held for layer in stage.layers]
-    everything = settled(activations, model) is Recompute.segments
-    again = len(layers) if everything else len(set(recomputed_layers(activations, model)) & set(layers))
+    everything = settled(activations, model) is Recompute.segments or experts_apart(model, parallel)
+    again = len(_made_again(model, held, activations))
     forward, backward = (len(layers) + again) * batch.accumulation, len(layers) * batch.accumulation
     tokens = batch.micro_batch * batch.sequence_length
     pairs = 2 * tokens * model.key_value_dim // parallel.tp  # values of a rank's keys and values

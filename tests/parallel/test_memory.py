@@ -4,7 +4,8 @@ import gc
 import math
 import weakref
 from collections.abc import Iterable
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,23 +14,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.config import ModelConfig
+from models.config import Balance, ModelConfig, MoE, Score
 from models.decoder import Decoder
-from models.shapes import block_shapes
+from models.shapes import block_shapes, in_router
 from parallel.activations import keep_activations
 from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Schedule
 from parallel.local import is_sharded, local
 from parallel.mesh import data_coordinate, start_process_group
 from parallel.planning.activations import kept_bytes, peak_bytes, running_bytes, waiting_bytes
-from parallel.planning.memory import held_values, memory
-from parallel.planning.stages import Stage, order_of
+from parallel.planning.memory import held_shapes, memory, state_of
+from parallel.planning.stages import Stage, held_stages, order_of
 from parallel.planning.traffic import Batch
 from parallel.precision import compute_dtype
 from tests.parity.cases import Case, Training, batches, config_of, slices
 from tests.parity.compare import CPU, build, mesh_of
-from tests.parity.layouts import MAIN, TENSOR, layout
+from tests.parity.layouts import EXPERT_PARALLEL, MAIN, TENSOR, layout
 from tests.ranks import run_ranks
-from training.config import Config
+from training.config import Config, OptimizerKind
 
 LAYOUTS = [of for of in [*MAIN, *TENSOR] if of.ranks in (1, 4)]
 MODELS = {False: Training("untied", "adamw", "fp64"), True: Training("tied for tp", "adamw", "fp32")}
@@ -39,9 +40,16 @@ PIPELINES = [
     Case(layout(4, "parallel=fsdp2 parallel.pp=2 parallel.schedule=interleaved_1f1b"), 2, STREAMS),
     Case(layout(4, "parallel=pp parallel.pp=2 parallel.tp=2"), 2, STREAMS),
 ]
-CASES = [*[Case(of, 1, MODELS["tp" in str(of)]) for of in LAYOUTS], *PIPELINES]
+EXPERTS = [
+    Case(layout(1, "parallel=single"), 1, Training("experts for ep", "adamw", "fp32")),
+    *[Case(of, 1, Training("experts for ep", "adamw", "fp32")) for of in EXPERT_PARALLEL if of.ranks == 4],
+    Case(layout(4, "parallel=fsdp2 parallel.tp=2"), 1, Training("experts for ep", "sgd", "fp32")),
+    Case(layout(4, "parallel=fsdp2 parallel.pp=2 parallel.ep=2"), 3, Training("experts for pp", "adamw", "fp32")),
+]
+CASES = [*[Case(of, 1, MODELS["tp" in str(of)]) for of in LAYOUTS], *PIPELINES, *EXPERTS]
 
-Held = tuple[int, int, int, tuple[int, int, int]]  # bytes of parameters, gradients, moments; place: dp_shard, tp, pp
+# Bytes of parameters, gradients, moments; place along dp_shard, tp, expert_shard and pp.
+Held = tuple[int, int, int, tuple[int, int, int, int]]
 
 
 def hold(configs: list[Config]) -> list[Held]:
@@ -56,13 +64,19 @@ def hold(configs: list[Config]) -> list[Held]:
 def held(config: Config, mesh: DeviceMesh | None) -> Held:
     """What a rank has after a backward pass."""
     assert isinstance(config.micro_batch, int)
-    _, step = build(config, mesh)
+    spread, step = build(config, mesh)
     mine = slices(batches()[0], *data_coordinate(mesh, config.parallel.cp), config.micro_batch)
     step.backward([{"tokens": micro.tokens, "labels": micro.labels} for micro in mine], 1)
     moments = [t for name, t in step.optimizer.tensors().items() if not name.endswith(".step")]
-    gradients = [parameter.grad for parameter in step.parameters if parameter.grad is not None]
-    place = (0, 0, 0) if mesh is None else tuple(map(mesh.get_local_rank, ("dp_shard", "tp", "pp")))
-    return size(step.parameters), size(gradients), size(moments), cast(tuple[int, int, int], place)
+    parameters = list(spread.model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    [expert_rank] = [of.get_local_rank("expert_shard") for of in spread.views if "expert_shard" in names(of)] or [0]
+    shard, tensor, stage = (0, 0, 0) if mesh is None else map(mesh.get_local_rank, ("dp_shard", "tp", "pp"))
+    return size(parameters), size(gradients), size(moments), (shard, tensor, expert_rank, stage)
+
+
+def names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
 
 
 def size(tensors: Iterable[Tensor]) -> int:
@@ -73,18 +87,32 @@ def size(tensors: Iterable[Tensor]) -> int:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_each_rank_holds_the_bytes_of_the_plan(ranks: int) -> None:
     configs = [config_of(case) for case in CASES if case.layout.ranks == ranks]
+    for of in [of for of in configs if of.model.moe.experts > 0 and of.parallel.pp == 1]:
+        if 6 % of.parallel.ep == 0:  # experts that do not divide by the ranks that share out their state
+            configs.append(replace(of, model=replace(of.model, moe=replace(of.model.moe, experts=6))))
     for of_rank in run_ranks(ranks, hold, configs, timeout=120):
         for config, (parameters, gradients, moments, place) in zip(configs, of_rank, strict=True):
-            dtype = config.precision.dtype
-            planned = held_values(config.model, config.parallel, *place) * (8 if dtype is Dtype.fp64 else 4)
-            assert (parameters, gradients, moments) == (planned, planned, 2 * planned), (config.parallel, place)
+            each = 8 if config.precision.dtype is Dtype.fp64 else 4
+            *ranks_along, pipeline_rank = place
+            held_here = [
+                state_of(config.model, held_shapes(config.model, config.parallel, stage, *ranks_along))
+                for stage in held_stages(config.model, config.parallel, pipeline_rank)
+            ]
+            per_value = 2 if config.optimizer.kind is OptimizerKind.adamw else 1
+            planned = [
+                each * sum(of.parameters for of in held_here),
+                each * sum(of.gradients for of in held_here),
+                each * per_value * sum(of.learned for of in held_here),
+            ]
+            assert [parameters, gradients, moments] == planned, (config.parallel, place)
 
 
 def test_the_first_rank_is_the_one_that_is_planned() -> None:
     config = config_of(Case(MAIN[5], 1, MODELS[False]))
     batch, kept = Batch(1, 1, 16), config.activations
     found = memory(config.model, config.parallel, Dtype.fp64, Dtype.fp64, batch, kept, moments=2)
-    most = held_values(config.model, config.parallel, shard_rank=0) * 8
+    [stage] = held_stages(config.model, config.parallel, 0)
+    most = 8 * state_of(config.model, held_shapes(config.model, config.parallel, stage)).parameters
     assert (found.parameters, found.gradients, found.optimizer) == (most, most, 2 * most)
     assert found.total > found.state == 4 * most
 
@@ -134,6 +162,37 @@ def test_blocks_keep_what_the_formula_says(mode: Recompute, shape: dict[str, Any
         after = model.walk(tuple(model.blocks.values()), (x,), [None] * 5, positions=None, documents=None)
     found = x.nbytes + alive.bytes_without([*model.parameters(), *after])
     assert found == batch * length * kept_bytes(config, activations, dtype)[0]
+
+
+ROUTED: list[dict[str, Any]] = [
+    {},
+    {"score": Score.sigmoid, "balance": Balance.sequence, "z_loss": 0.01, "scale": 2.5, "shared": 1},
+    {"normalize": False, "capacity_factor": 2.0, "balance": Balance.step},
+]
+
+
+@pytest.mark.torch211
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16, Dtype.fp64])
+@pytest.mark.parametrize("keys", ROUTED, ids=str)
+@pytest.mark.parametrize("mode", [Recompute.none, Recompute.full, Recompute.selective], ids=lambda mode: mode.name)
+def test_blocks_with_experts_keep_what_the_formula_says(mode: Recompute, keys: dict[str, Any], dtype: Dtype) -> None:
+    """But for a few numbers of each layer and sequence. The first block has none."""
+    batch, length = 2, 64
+    moe = MoE(experts=8, top_k=3, dim=32, dense_layers=1, **keys)
+    config = ModelConfig(layers=3, dim=48, heads=4, vocab_size=1, bias=False, moe=moe)
+    model = Decoder(config)
+    for name, parameter in model.named_parameters():
+        if not in_router(name):
+            parameter.data = parameter.data.to(compute_dtype(dtype))
+    if dtype is Dtype.fp64:
+        model.to(torch.float64)
+    activations = ActivationsConfig(mode=mode)
+    keep_activations(model, activations, CPU, apart=False)
+    x = torch.randn(batch, length, config.dim, dtype=compute_dtype(dtype), requires_grad=True)
+    with Alive() as alive:
+        after = model.walk(tuple(model.blocks.values()), (x,), [None] * 3, positions=None, documents=None)
+    found = x.nbytes + alive.bytes_without([*model.parameters(), *after])
+    assert found == pytest.approx(batch * length * kept_bytes(config, activations, dtype)[0], rel=0.01)
 
 
 def activations(mode: Recompute, **keys: Any) -> float:
