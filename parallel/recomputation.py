@@ -4,7 +4,7 @@ import math
 
 from models.config import Attention, ModelConfig
 from models.flops import block_flops_per_token, flops_per_token, parameters
-from parallel.config import ActivationsConfig, Recompute
+from parallel.config import ActivationsConfig, ParallelConfig, Recompute, experts_apart
 
 SELECTIVE_FROM = 1_000_000_000  # parameters
 
@@ -22,6 +22,12 @@ def recomputed_layers(config: ActivationsConfig, model: ModelConfig) -> range:
     if mode in (Recompute.full, Recompute.selective):
         return range(model.layers)
     return range(0, model.layers, config.every_n) if mode is Recompute.every_n else range(0)
+
+
+def keeps_nothing(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether blocks that are computed again keep nothing but their input, not even what attention gave and what was
+    scattered: where FSDP2 gathers experts within them (parallel.activations.keep_activations)."""
+    return experts_apart(model, parallel)
 
 
 def segment_borders(config: ActivationsConfig, layers: int) -> list[int]:

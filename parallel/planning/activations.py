@@ -7,10 +7,10 @@ to each dtype. All are bytes for one token on one of `tp` ranks. parallel: the l
 from itertools import pairwise
 
 from models.config import Attention, Balance, ModelConfig
-from parallel.config import ActivationsConfig, Context, Dtype, ParallelConfig, Recompute, experts_apart
+from parallel.config import ActivationsConfig, Context, Dtype, ParallelConfig, Recompute
 from parallel.planning.layout import BYTES, INDEX_BYTES
 from parallel.planning.stages import Order, Stage
-from parallel.recomputation import recomputed_layers, segment_borders, settled
+from parallel.recomputation import keeps_nothing, recomputed_layers, segment_borders, settled
 
 ALONE = ParallelConfig()
 
@@ -86,7 +86,7 @@ def recomputed_block_bytes(
     keeps its input alone."""
     dim, width, tp = model.dim, BYTES[compute], parallel.tp
     kept = stream_bytes(model, compute, tp)
-    if experts_apart(model, parallel):
+    if keeps_nothing(model, parallel):
         return kept
     kept += _attention_bytes(model, compute, tp) if model.attention is not Attention.math else 0
     kept += 2 * dim * width / tp if tp > 1 else 0

@@ -50,7 +50,7 @@ from parallel.planning.stages import (
     stage_shapes,
     stages,
 )
-from parallel.recomputation import recomputed_layers, segment_borders, settled
+from parallel.recomputation import keeps_nothing, recomputed_layers, segment_borders, settled
 
 COUNT_BYTES = 8  # of the number of predicted tokens, a float64
 ROUNDED_BYTES = 2  # of a value of a gradient in bf16 or fp16
@@ -411,7 +411,9 @@ def _cut_parts(model: ModelConfig, layer: int) -> int:
     return 1 if model.routed(layer) and model.moe.shared == 0 else 2
 
 
-def _again(model: ModelConfig, held: list[Stage], activations: ActivationsConfig) -> tuple[int, int]:
+def _again(
+    model: ModelConfig, held: list[Stage], parallel: ParallelConfig, activations: ActivationsConfig
+) -> tuple[int, int]:
     """Gathers and scatters of the stream that backward makes again. A block that is computed again gathers for each of
     its parts; what was scattered is kept. A segment keeps nothing, nor does a block where experts are apart: both
     scatter again, but for a feed-forward layer at the end, whose result no gradient needs."""
@@ -420,7 +422,7 @@ def _again(model: ModelConfig, held: list[Stage], activations: ActivationsConfig
     if settled(activations, model) is Recompute.segments:
         borders = [(stage, segment_borders(activations, len(stage.layers))[1:]) for stage in held]
         ends = [stage.layers[end - 1] for stage, of_stage in borders for end in of_stage]
-    elif model.moe.experts > 0:
+    elif keeps_nothing(model, parallel):
         ends = again
     else:
         return gathers, 0
@@ -449,7 +451,7 @@ def _tensor(
     parts = sum(_cut_parts(model, layer) for stage in held for layer in stage.layers)
     each = 2 * parts + sum(stage.first + stage.last for stage in held)
     collectives = (Collective.all_gather, Collective.reduce_scatter)
-    for collective, again in zip(collectives, _again(model, held, activations), strict=True):
+    for collective, again in zip(collectives, _again(model, held, parallel, activations), strict=True):
         number = (each + again) * batch.accumulation
         yield Traffic("tp", ranks, collective, "activations", ALL, number, number * stream)
     if any(stage.last for stage in held):
@@ -475,7 +477,7 @@ def _context(
     beside them their gradients, in float32 or wider, one hop further. A block that is computed again does forward's
     part again; the ring's result is kept, unless it is of a segment or experts are apart."""
     ranks, layers = parallel.cp, [layer for stage in held for layer in stage.layers]
-    everything = settled(activations, model) is Recompute.segments or experts_apart(model, parallel)
+    everything = settled(activations, model) is Recompute.segments or keeps_nothing(model, parallel)
     again = len(_made_again(model, held, activations))
     forward, backward = (len(layers) + again) * batch.accumulation, len(layers) * batch.accumulation
     tokens = batch.micro_batch * batch.sequence_length
