@@ -42,7 +42,7 @@ def layout() -> ParallelConfig:
 
 def bytes_here(rank: int) -> tuple[int, int]:
     """Of all parameters, and of experts."""
-    for of_values in ("materialize", "check_replicas"):
+    for of_values in ("materialize", "check_replicas", "check_values"):
         setattr(parallel.apply, of_values, lambda *args: None)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=PP * SHARD)
     config, device = layout(), torch.device("cpu")
