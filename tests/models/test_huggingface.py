@@ -185,7 +185,7 @@ def test_the_config_comes_back() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "llama"}, "llama"),
+        ({"model_type": "bert"}, "bert"),
         ({"activation_function": "relu"}, "relu"),
         ({"attn_pdrop": 0.3}, "pdrop"),
         ({"scale_attn_weights": False}, "scale_attn_weights"),
