@@ -22,6 +22,7 @@ BOTH = {
 class Gemma2(Plain):
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
+    heads_divide = True
     keys: ClassVar[Mapping[str, str]] = {
         **Plain.keys,
         "attention_softcap": "attn_logit_softcapping",

@@ -53,8 +53,13 @@ class Plain(Family):
     token_table = "model.embed_tokens.weight"
     buffers = (".rotary_emb.inv_freq",)
     theta: ClassVar[float] = 10_000.0  # where config.json leaves it out
+    heads_divide: ClassVar[bool] = False  # transformers wants heads to divide the width, though head_dim is given
     names: ClassVar[Mapping[str, str]] = BEFORE | PROJECTIONS  # of parts of a block
     experts: ClassVar[Mapping[str, str]] = {}  # matrices of an expert; {} is its number
+
+    def obstacles(self, config: ModelConfig) -> list[str]:
+        refused = self.heads_divide and config.dim % config.heads != 0
+        return super().obstacles(config) + ([f"model.heads={config.heads}"] if refused else [])
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         # Their own numbers of special tokens, where none are given, are of one tokenizer.
@@ -85,6 +90,7 @@ class Plain(Family):
 class Llama(Plain):
     model_type = "llama"
     architecture = "LlamaForCausalLM"
+    heads_divide = True
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         return super().write(config) | {"attention_bias": config.bias, "mlp_bias": config.bias}
@@ -94,11 +100,6 @@ class Llama(Plain):
         if attention != feedforward:
             raise ValueError(f"attention_bias={attention} and mlp_bias={feedforward}; model.bias is one for both")
         return super().read(theirs) | {"bias": attention}
-
-    def obstacles(self, config: ModelConfig) -> list[str]:
-        # transformers refuses to load it, though head_dim may be given.
-        divides = config.dim % config.heads == 0
-        return super().obstacles(config) + ([] if divides else [f"model.heads={config.heads}"])
 
 
 class Mistral(Plain):

@@ -493,6 +493,7 @@ def test_a_size_that_is_not_there_is_named(field: str) -> None:
         (modern(window=7, full_every=2), "mistral", ["model.full_every=2"]),
         (modern(logit_softcap=3.0, qk_norm=QKNorm.head), "qwen3", ["model.logit_softcap=3.0"]),
         (gemma(attention_scale=0.3), "gemma2", ["model.attention_scale=0.3"]),
+        (gemma(heads=5, kv_heads=1), "gemma2", ["model.heads=5"]),
         (gemma(embedding_scale=None), "gemma2", ["model.embedding_scale=1.0"]),
         (
             modern(moe=MoE(experts=4, bias_rate=0.1, scale=2.5)),
