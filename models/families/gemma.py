@@ -33,7 +33,6 @@ class Gemma2(Plain):
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_dropout": 0.0,
         "attention_bias": False,
-        "use_bidirectional_attention": False,
     }
     defaults: ClassVar[Mapping[str, Any]] = {
         **Plain.defaults,
