@@ -35,8 +35,9 @@ class AttentionCore(nn.Module):
         self.scale, self.softcap, self.window = scale, softcap, window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """q, k, v: [batch, heads, seq, head_dim], k and v perhaps of fewer heads; positions, documents: [batch, seq] or
-        None. A token attends only to tokens of its own document. Returns the shape of q."""
+        """q, k, v: [batch, heads, seq, head_dim], k and v perhaps of fewer heads, v perhaps narrower; positions,
+        documents: [batch, seq] or None. A token attends only to tokens of its own document. Returns [batch, heads, seq,
+        width of v]."""
         mask = None
         if documents is not None or self.masks(k.shape[2]):
             places = torch.arange(k.shape[2], device=k.device)
@@ -52,10 +53,14 @@ class AttentionCore(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if self.softcap is not None:
             return softcapped_attention(q, k, v, mask, self.scale, self.softcap, dropout)
+        width = v.shape[-1]
+        if self.kernel is Kernel.flash:
+            v = widened(v, q.shape[-1])
         with self._backend():
-            return F.scaled_dot_product_attention(
+            attended = F.scaled_dot_product_attention(
                 q, k, v, mask, dropout, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
             )
+        return attended[..., :width]
 
     def _backend(self) -> AbstractContextManager[None]:
         if self.kernel in (Kernel.auto, Kernel.sdpa):
@@ -69,6 +74,11 @@ class AttentionCore(nn.Module):
             Kernel.math: SDPBackend.MATH,
         }
         return sdpa_kernel(backends[self.kernel])
+
+
+def widened(v: Tensor, width: int) -> Tensor:
+    """Values with zeros behind them, for kernels that know one width only: they give as many zeros back."""
+    return v if v.shape[-1] == width else F.pad(v, (0, width - v.shape[-1]))
 
 
 def visible(

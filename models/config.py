@@ -119,6 +119,18 @@ class Rotary:
 
 
 @dataclass
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, 2.1): keys and values of all heads come from one
+    narrow vector of each token, and so may queries. Of a key a part that all heads share is turned by its position."""
+
+    kv_rank: int = key(0, "width of the vector that keys and values come from; 0: no latent attention")
+    q_rank: int | None = key(None, "width of the vector that queries come from; null: they come from the stream")
+    nope_dim: int = key(128, "numbers of each head's query and key that are not turned")
+    rope_dim: int = key(64, "numbers of each head's query that are turned, and of the key that all heads share")
+    value_dim: int = key(128, "width of a head's values")
+
+
+@dataclass
 class MoE:
     """Mixture of experts: a router sends each token to a few of many feed-forward layers (Shazeer et al. 2017)."""
 
@@ -129,6 +141,11 @@ class MoE:
     dim: int | None = key(None, "width of an expert; null: as the feed-forward layer")
     shared: int = key(0, "experts that every token goes to, as one feed-forward layer of so many times the width")
     dense_layers: int = key(0, "the first so many blocks have no experts but a feed-forward layer (DeepSeek-V3)")
+    groups: int = key(1, "experts are in so many groups of neighbours, as many as there are hosts that have them")
+    top_groups: int = key(
+        1,
+        "groups that a token's experts are chosen from: those whose two best experts have the highest sum (DeepSeek-V3)",
+    )
     score: Score = key(Score.softmax, "scores of the experts from the router's logits: softmax | sigmoid (DeepSeek-V3)")
     normalize: bool = key(True, "the weights of a token's experts are divided by their sum")
     scale: float = key(1.0, "what the weights are multiplied by at the end")
@@ -210,6 +227,13 @@ class ModelConfig:
         "blocks of the second half also mix in what those of the first half gave: the first's goes to the last, "
         "as in a U-net",
     )
+    mtp: int = key(
+        0,
+        "further tokens that are predicted in training, each by a block of its own after the one before (DeepSeek-V3, 2.2)",
+    )
+    mtp_weight: float = key(
+        0.3, "mtp: weight of the mean of their losses in the gradient; the loss shown is without them"
+    )
     value_embeddings: int = key(
         0,
         "tables with a vector for each token that is mixed into the values of attention; table i serves block i and "
@@ -235,6 +259,7 @@ class ModelConfig:
         "tokenizer this model is meant for, used where tokenizer.kind is auto: bytes | gpt2 | a tiktoken encoding",
     )
 
+    latent: Latent = key(Latent, "multi-head latent attention")
     moe: MoE = key(MoE, "mixture of experts")
 
     @property
@@ -243,8 +268,15 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """Width of a head's queries and keys."""
+        if self.latent.kv_rank > 0:
+            return self.latent.nope_dim + self.latent.rope_dim
         return self.dim // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head's values."""
+        return self.latent.value_dim if self.latent.kv_rank > 0 else self.head_size
 
     @property
     def query_dim(self) -> int:
@@ -290,6 +322,11 @@ class ModelConfig:
     def key_value_dim(self) -> int:
         return self.key_value_heads * self.head_size
 
+    @property
+    def all_blocks(self) -> range:
+        """Their numbers: of the layers, and behind them of what predicts further tokens."""
+        return range(self.layers + self.mtp)
+
     def leaves_skip(self, layer: int) -> bool:
         """Whether a later block mixes in what this one gives."""
         return self.skips and layer < self.layers // 2
@@ -312,6 +349,8 @@ class ModelConfig:
     def shared_parameters(self) -> dict[str, str]:
         """Second names of parameters of the whole model, and the first."""
         head = {"head.weight": "embed.tokens.weight"} if self.tied_head else {}
+        if self.mtp > 0 and not self.tied_head:
+            head["mtp.embed.tokens.weight"] = "embed.tokens.weight"
         tables = {layer: self.value_table(layer) for layer in range(self.layers)}
         seconds = {layer: first for layer, first in tables.items() if first is not None and first != layer}
         return head | {

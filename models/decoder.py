@@ -1,6 +1,7 @@
 """The one decoder. Families are configs of it."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,10 @@ from models.config import ModelConfig, NormPlace
 from models.embedding import Embedding, ValueEmbedding
 from models.feedforward import FeedForward
 from models.head import Head, Reduction
+from models.latent import LatentAttention
 from models.mix import Mix
 from models.moe import MoE
+from models.multitoken import MultiToken
 from models.norm import norm_of
 
 Ends = tuple[bool, bool]  # the embedding; norm and head
@@ -31,7 +34,7 @@ class Block(nn.Module):
         self.mix = Mix(**mixed) if len(mixed) > 1 else None
         before, after = config.norm_place is not NormPlace.after, config.norm_place is not NormPlace.before
         self.attention_norm = norm_of(config) if before else None
-        self.attention = Attention(config, layer)
+        self.attention = LatentAttention(config, layer) if config.latent.kv_rank > 0 else Attention(config, layer)
         self.attention_post_norm = norm_of(config) if after else None
         self.feedforward_norm = norm_of(config) if before else None
         self.routed = config.routed(layer)
@@ -73,12 +76,13 @@ def through(block: Block, stream: Stream, **inputs: Tensor | None) -> Stream:
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and head. A stage of a pipeline is the same class with the parts it does not hold set to
-    None; blocks keep their index in the whole model as their name."""
+    """Embedding, blocks, norm and head, and in training what predicts further tokens. A stage of a pipeline is the same
+    class with the parts it does not hold set to None; blocks keep their index in the whole model as their name."""
 
     embed: Embedding | None
     norm: nn.Module | None
     head: Head | None
+    mtp: MultiToken | None
 
     def __init__(
         self,
@@ -102,11 +106,22 @@ class Decoder(nn.Module):
         self.walk = Walk()
         self.norm = norm_of(config) if parts[1] else None
         self.head = Head(config) if parts[1] else None
+        further = [Block(config, config.layers + number) for number in range(config.mtp if parts[1] else 0)]
+        self.mtp = MultiToken(config, further) if further else None
         names = {name for name, _ in self.named_parameters()}
         shared = {second: first for second, first in config.shared_parameters.items() if second in names}
         self.ties = shared if shares else {}
         self.copies = {} if shares else shared
+        if self.mtp is not None and config.tied_head:
+            self.ties = self.ties | {"mtp.embed.tokens.weight": "head.weight"}
         self.tie()
+
+    @property
+    def blocks_by_layer(self) -> dict[int, Block]:
+        """All it holds, those that predict further tokens behind the others."""
+        further = [] if self.mtp is None else [step.block for step in self.mtp.steps.values()]
+        blocks: dict[int, Any] = {int(layer): block for layer, block in self.blocks.items()}
+        return blocks | {self.config.layers + number: block for number, block in enumerate(further)}
 
     def stage(self, layers: Iterable[int], parts: Ends) -> "Decoder":
         """A Decoder of some of the parts of this one: the modules are the same, so what becomes of them there becomes
@@ -117,7 +132,7 @@ class Decoder(nn.Module):
         stage.embed = self.embed if parts[0] else None
         stage.values = nn.ModuleDict({layer: self.values[layer] for layer in held if layer in self.values})
         stage.blocks = nn.ModuleDict({layer: self.blocks[layer] for layer in held})
-        stage.norm, stage.head = (self.norm, self.head) if parts[1] else (None, None)
+        stage.norm, stage.head, stage.mtp = (self.norm, self.head, self.mtp) if parts[1] else (None, None, None)
         return stage
 
     def tie(self) -> None:
@@ -148,4 +163,9 @@ class Decoder(nn.Module):
         if self.norm is None or self.head is None:
             # Not what blocks here use as well: torch.distributed.pipelining detaches in place what is handed on.
             return stream[0], *(kept.clone() for kept in stream[1:])
-        return self.head(self.norm(stream[0]), labels, reduction)
+        x = self.norm(stream[0])
+        found = self.head(x, labels, reduction)
+        if labels is not None and reduction == "sum" and self.mtp is not None and self.mtp.training:
+            further = self.mtp(x, tokens, labels, positions, documents, self.head)
+            found = found + (further - further.detach())
+        return found

@@ -23,7 +23,17 @@ def active_parameters(config: ModelConfig) -> int:
     """Those that a token meets: of the experts of a block top_k and the shared ones."""
     idle = config.moe.experts - config.moe.top_k
     each = (2 + config.gated) * config.dim * config.expert_dim
-    return parameters(config) - sum(map(config.routed, range(config.layers))) * idle * each
+    return parameters(config) - sum(map(config.routed, config.all_blocks)) * idle * each
+
+
+def _attention_weights(config: ModelConfig) -> int:
+    """Of the matrices of attention."""
+    dim, latent, values = config.dim, config.latent, config.heads * config.value_size
+    if latent.kv_rank == 0:
+        return 2 * dim * (config.query_dim + config.key_value_dim)
+    q = dim * config.query_dim if latent.q_rank is None else latent.q_rank * (dim + config.query_dim)
+    kv = dim * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * (config.heads * latent.nope_dim + values)
+    return q + kv + dim * values
 
 
 def block_flops_per_token(config: ModelConfig, sequence_length: int, layer: int) -> tuple[float, float, float]:
@@ -33,19 +43,29 @@ def block_flops_per_token(config: ModelConfig, sequence_length: int, layer: int)
     With experts: the router, top_k experts and the shared ones. What experts give is needed for the gradient of their
     weights; what the shared ones give is not."""
     dim, moe, matrices = config.dim, config.moe, 2 + config.gated
-    attention = 2 * dim * (config.query_dim + config.key_value_dim)
+    attention, square = _attention_weights(config), config.query_dim + config.heads * config.value_size
     if config.routed(layer):
         last = dim * moe.shared * config.expert_dim
         weights = attention + dim * moe.experts + matrices * (dim * moe.top_k * config.expert_dim + last)
     else:
         last = dim * config.feedforward_dim
         weights = attention + matrices * last
-    return 2.0 * weights, 4.0 * config.query_dim * sequence_length, 2.0 * last
+    return 2.0 * weights, 2.0 * square * sequence_length, 2.0 * last
 
 
 def head_flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations of the head's forward for one token."""
     return 2.0 * _known_vocabulary(config) * config.dim
+
+
+def end_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """Floating-point operations of all behind the last layer for one token: the head, and for each further token that
+    is predicted a product of two vectors, a block and the head again."""
+    head = head_flops_per_token(config)
+    further = 0.0
+    for layer in config.all_blocks[config.layers :]:
+        further += 4.0 * config.dim**2 + sum(block_flops_per_token(config, sequence_length, layer)[:2]) + head
+    return head + further
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
@@ -57,4 +77,4 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     so MFU neither depends on the kernel nor on activation memory.
     """
     blocks = sum(sum(block_flops_per_token(config, sequence_length, layer)[:2]) for layer in range(config.layers))
-    return 3.0 * (blocks + head_flops_per_token(config))
+    return 3.0 * (blocks + end_flops_per_token(config, sequence_length))

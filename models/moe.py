@@ -82,6 +82,8 @@ class Router(nn.Module):
         if self.moe.forced_balance:
             return (torch.arange(batch * seq * top_k, device=scores.device) % experts).view(batch, seq, top_k)
         preferred = scores.detach() + self.bias
+        if self.moe.groups > 1:
+            preferred = within_groups(preferred, self.moe.groups, self.moe.top_groups)
         indices = preferred.sort(dim=-1, descending=True, stable=True).indices
         return indices[..., :top_k].contiguous()  # backward keeps it, and a view would keep the others
 
@@ -103,6 +105,16 @@ class Router(nn.Module):
             yield moe.balance_weight * (overload * shares.sum(1)).sum()
         if moe.z_loss > 0:
             yield moe.z_loss * logits.logsumexp(-1).square().sum()
+
+
+def within_groups(preferred: Tensor, groups: int, top_groups: int) -> Tensor:
+    """preferred: [..., experts]. The same, -inf outside of the groups whose two best have the highest sums (DeepSeek-V3
+    2024, 2.1.2); of equal groups that of the lower index is kept."""
+    grouped = preferred.unflatten(-1, (groups, -1))
+    sums = grouped.topk(2, dim=-1).values.sum(-1)
+    kept = sums.sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
+    others = torch.ones_like(sums, dtype=torch.bool).scatter_(-1, kept, False)
+    return grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 class WholeSequences(nn.Module):

@@ -28,6 +28,10 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> Shapes:
     return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
 
 
+def _rms_norm(name: str, width: int, config: ModelConfig) -> Shapes:
+    return {f"{name}.weight": (width,)} if config.norm_weight else {}
+
+
 def _norm(name: str, config: ModelConfig) -> Shapes:
     weight: Shapes = {f"{name}.weight": (config.dim,)} if config.norm_weight else {}
     biased = config.bias and config.norm_weight and config.norm is Norm.layernorm
@@ -38,7 +42,8 @@ def block_shapes(config: ModelConfig, layer: int) -> Shapes:
     """The parameters of one block, in the module's order, which is that of their use in forward."""
     mixed = ["x0"] * config.x0 + ["skip"] * config.takes_skip(layer)
     shapes: Shapes = {f"mix.{name}": (1,) for name in ["x", *mixed]} if mixed else {}
-    parts = {"attention": _attention(config, layer), "feedforward": _feedforward_part(config, layer)}
+    attention = _latent(config) if config.latent.kv_rank > 0 else _attention(config, layer)
+    parts = {"attention": attention, "feedforward": _feedforward_part(config, layer)}
     for part, of_part in parts.items():
         shapes |= _norm(f"{part}_norm", config) if config.norm_place is not NormPlace.after else {}
         shapes |= of_part
@@ -59,6 +64,20 @@ def _attention(config: ModelConfig, layer: int) -> Shapes:
     if config.value_table(layer) is not None:
         shapes |= {"attention.mix.own": (1,), "attention.mix.embedding": (1,)}
     return shapes | _linear("attention.out", dim, queries, config.bias)
+
+
+def _latent(config: ModelConfig) -> Shapes:
+    dim, heads, latent = config.dim, config.heads, config.latent
+    if latent.q_rank is None:
+        shapes = _linear("attention.q", config.query_dim, dim, config.has_qkv_bias)
+    else:
+        shapes = _linear("attention.q_down", latent.q_rank, dim, config.has_qkv_bias)
+        shapes |= _rms_norm("attention.q_norm", latent.q_rank, config)
+        shapes |= _linear("attention.q_up", config.query_dim, latent.q_rank, False)
+    shapes |= _linear("attention.kv_down", latent.kv_rank + latent.rope_dim, dim, config.has_qkv_bias)
+    shapes |= _rms_norm("attention.kv_norm", latent.kv_rank, config)
+    shapes |= _linear("attention.kv_up", heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, False)
+    return shapes | _linear("attention.out", dim, heads * latent.value_dim, config.bias)
 
 
 def _feedforward_part(config: ModelConfig, layer: int) -> Shapes:
@@ -104,9 +123,21 @@ def _last_shapes(config: ModelConfig) -> Shapes:
     return _norm("norm", config) | head
 
 
+def _further_shapes(config: ModelConfig) -> Shapes:
+    """Of what predicts further tokens; its embedding and head are the model's."""
+    shapes: Shapes = {}
+    for number in range(config.mtp):
+        step = f"mtp.steps.{number}"
+        shapes |= _norm(f"{step}.token_norm", config) | _norm(f"{step}.stream_norm", config)
+        shapes |= _linear(f"{step}.join", config.dim, 2 * config.dim, False)
+        block = block_shapes(config, config.layers + number)
+        shapes |= {f"{step}.block.{name}": shape for name, shape in block.items()} | _norm(f"{step}.norm", config)
+    return shapes
+
+
 def parameter_shapes(config: ModelConfig) -> Shapes:
     """Every parameter of the Decoder, a shared one once, in the order of named_parameters."""
     shapes = _first_shapes(config)
     for layer in range(config.layers):
         shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block_shapes(config, layer).items()}
-    return shapes | _last_shapes(config)
+    return shapes | _last_shapes(config) | _further_shapes(config)

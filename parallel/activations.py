@@ -39,9 +39,9 @@ def keep_activations(model: Decoder, config: ActivationsConfig, device: torch.de
     kept = ATTENTION + REDUCE_SCATTERS + (PRODUCTS if mode is Recompute.selective else [])
     keeping = {} if apart else {"context_fn": partial(create_selective_checkpoint_contexts, kept)}
     layers = recomputed_layers(config, model.config)
-    for layer, block in model.blocks.items():
-        if int(layer) in layers:
-            block.forward = recomputed([block], block.forward, **keeping, **options)
+    for layer, block in model.blocks_by_layer.items():
+        if layer in layers:
+            block.forward = recomputed([block], block.forward, **keeping, **options)  # type: ignore[method-assign]
     if mode is Recompute.segments:
         model.walk = SegmentedWalk(config, options)
     if mode is Recompute.offload:

@@ -158,7 +158,7 @@ def parallelize(
         parts = {stage.index: decoder.stage(stage.layers, (stage.first, stage.last)) for stage in held}
     for part in parts.values():
         keep_activations(part, activations, device, of_experts is not None)
-        compiled = compile_model(part, compile, device)
+        compiled = compile_model(part, part.blocks_by_layer.values(), compile, device)
     spreads: dict[int, DataParallel] = {}
     powersgd = None
     if parallel.strategy is not Strategy.single and not parallel.torch_ddp:

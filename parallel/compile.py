@@ -1,6 +1,6 @@
 """torch.compile per block or over the whole model. In place, so that no parameter changes its name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,15 +12,14 @@ DEFAULT_GRAPHS = 8  # torch's own recompile_limit
 KINDS_OF_BLOCKS = 4  # with and without a skip and a value embedding
 
 
-def compile_model(model: nn.Module, config: CompileConfig, device: torch.device) -> Scope:
+def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: CompileConfig, device: torch.device) -> Scope:
     """Compiles in place, at first use. Blocks are alike, so one graph serves them all. Returns the scope that `auto`
     stood for."""
     scope = config.scope
     if scope is Scope.auto:
         scope = Scope.block if device.type == "cuda" else Scope.none
     if scope is Scope.block:
-        assert isinstance(model.blocks, nn.ModuleDict)
-        for block in model.blocks.values():
+        for block in blocks:
             block.compile(fullgraph=True, dynamic=config.dynamic)
     elif scope is Scope.model:
         model.compile(dynamic=config.dynamic)

@@ -9,20 +9,38 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
 
-from models.attention import AttentionCore, visible
+from models.attention import AttentionCore, visible, widened
 from models.decoder import Decoder
+from models.moe import WholeSequences
 from parallel.config import Context
 from parallel.ring import Ring
 from parallel.sequence import SequenceShare
 
 
 def share_sequences(model: Decoder, context: Context, share: SequenceShare) -> None:
-    """Lets every AttentionCore of a model reach over the ranks of the share."""
+    """Lets every AttentionCore of a model reach over the ranks of the share, and what predicts further tokens see their
+    tokens."""
     kinds = {Context.gather: GatheredCore, Context.ring: RingCore, Context.ulysses: UlyssesCore}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, AttentionCore):
                 setattr(module, name, kinds[context](child, share))
+    if model.mtp is not None:
+        model.mtp.sequences = CutSequences(share)
+
+
+class CutSequences(WholeSequences):
+    """Of sequences that ranks along cp share."""
+
+    def __init__(self, share: SequenceShare) -> None:
+        super().__init__()
+        self.share = share
+
+    def whole(self, values: Tensor) -> Tensor:
+        return self.share.whole(values)
+
+    def own(self, values: Tensor) -> Tensor:
+        return self.share.own(values)
 
 
 class GatheredCore(nn.Module):
@@ -35,9 +53,10 @@ class GatheredCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """As AttentionCore, of this rank's tokens; documents: of the whole sequence."""
         share, length = self.share, q.shape[2] * self.share.size
-        own = DTensor.from_local(torch.stack([k, v]), share.mesh, [Shard(3)], run_check=False)
+        sizes = [k.shape[-1], v.shape[-1]]
+        own = DTensor.from_local(torch.cat([k, v], dim=-1), share.mesh, [Shard(2)], run_check=False)
         whole = own.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        k, v = whole.index_select(3, share.order(length, q.device).argsort()).unbind()
+        k, v = whole.index_select(2, share.order(length, q.device).argsort()).split(sizes, dim=-1)
         piece, attended = q.shape[2] // 2, []
         for own, place in zip(q.split(piece, dim=2), share.pieces, strict=True):
             end = (place + 1) * piece
@@ -65,7 +84,8 @@ class UlyssesCore(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """As AttentionCore, of this rank's tokens; documents: of the whole sequence."""
-        share, length = self.share, q.shape[2] * self.share.size
+        share, length, width = self.share, q.shape[2] * self.share.size, v.shape[-1]
+        v = widened(v, q.shape[-1])
         order = share.order(length, q.device)
         # [rank, batch, heads, seq / size, head_dim] to each rank its heads; from each its tokens
         parts = torch.cat([heads.unflatten(1, (share.size, -1)) for heads in (q, k, v)], dim=2).movedim(1, 0)
@@ -73,7 +93,7 @@ class UlyssesCore(nn.Module):
         of_rank = [part.shape[1] // share.size for part in (q, k, v)]
         attended = self.core(*heads.split(of_rank, dim=1), None, documents)
         parts = attended.index_select(2, order).unflatten(2, (share.size, -1)).movedim(2, 0)
-        return self._exchange(parts).movedim(0, 1).flatten(1, 2)
+        return self._exchange(parts).movedim(0, 1).flatten(1, 2)[..., :width]
 
     def _exchange(self, parts: Tensor) -> Tensor:
         """parts: [size, ...], the i-th for rank i. Returns those that all ranks have for this one."""
@@ -90,4 +110,5 @@ class RingCore(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """As AttentionCore, of this rank's tokens; documents: of the whole sequence."""
-        return self.ring(q, k, v, documents, self.core.scale, self.core.window)
+        attended = self.ring(q, k, widened(v, q.shape[-1]), documents, self.core.scale, self.core.window)
+        return attended[..., : v.shape[-1]]

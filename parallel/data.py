@@ -115,10 +115,11 @@ class Sharded:
                 fully_shard(
                     experts, reshard_after_forward=whole, **options | {"mesh": _shards(of_experts, "expert_shard")}
                 )
-        for block in model.blocks.values():
+        parts = [*model.blocks.values(), *([] if model.mtp is None else model.mtp.steps.values())]
+        for block in parts:
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
         fully_shard(model, **options)
-        blocks = [cast(FSDPModule, block) for block in model.blocks.values()]
+        blocks = [cast(FSDPModule, block) for block in parts]
         for unit in [*units, *blocks, cast(FSDPModule, model)]:
             # The loss is divided by the step's tokens already. Gloo has no scaled sum, so force plain ones.
             unit.set_gradient_divide_factor(1.0)

@@ -20,8 +20,8 @@ def recomputed_layers(config: ActivationsConfig, model: ModelConfig) -> range:
     """The blocks that are computed again one by one."""
     mode = settled(config, model)
     if mode in (Recompute.full, Recompute.selective):
-        return range(model.layers)
-    return range(0, model.layers, config.every_n) if mode is Recompute.every_n else range(0)
+        return model.all_blocks
+    return model.all_blocks[:: config.every_n] if mode is Recompute.every_n else range(0)
 
 
 def keeps_nothing(model: ModelConfig, parallel: ParallelConfig) -> bool:

@@ -28,8 +28,10 @@ from models.decoder import Decoder
 from models.embedding import Embedding, ValueEmbedding
 from models.feedforward import FeedForward
 from models.head import IGNORED, Head, TokenLoss
+from models.latent import LatentAttention
 from models.mix import Mix, weighted_sum
 from models.moe import Experts, Router
+from models.multitoken import Join
 from models.norm import HeadsNorm, mean_square
 from models.softcap import softcapped
 from parallel.local import is_cut, local_region
@@ -61,6 +63,14 @@ def _normalize_rms(norm: nn.RMSNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, _own(norm.weight), norm.eps)
 
 
+def _project(linear: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    return F.linear(x, _own(linear.weight), _own(linear.bias))
+
+
+def _join(join: Join, mesh: DeviceMesh, first: Tensor, second: Tensor) -> Tensor:
+    return F.linear(torch.cat([first, second], dim=-1), _own(join.weight))
+
+
 def _own(parameter: Any) -> Any:
     """None where a norm has none."""
     return None if parameter is None else parameter.to_local()
@@ -75,6 +85,20 @@ def _look_up_positions(table: nn.Embedding, mesh: DeviceMesh, positions: Tensor)
     weight: Any = table.weight
     share = positions.shape[-1] // mesh.size()
     return F.embedding(positions.narrow(-1, mesh.get_local_rank() * share, share), weight.to_local())
+
+
+class Gathered(ParallelStyle):
+    """A module without parameters that takes a share of the sequence and gives all of it, to be used by each rank for
+    its heads: so the gradient of the whole is summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.forward = partial(_gather, device_mesh)
+        return module
+
+
+def _gather(mesh: DeviceMesh, x: Tensor) -> Tensor:
+    share: DTensor = DTensor.from_local(x, mesh, [SEQUENCE], run_check=False)
+    return share.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 class OnHeads(OnShares):
@@ -172,6 +196,19 @@ ROWS: dict[type[nn.Module], Row] = {
         "mix": OnShares(_mix),
         "out": RowwiseParallel(output_layouts=SEQUENCE),
     },
+    # Each rank makes the narrow vectors of its share, and only these are gathered.
+    LatentAttention: {
+        "q": ColwiseParallel(input_layouts=SEQUENCE),
+        "q_down": OnShares(_project),
+        "q_norm": OnShares(_normalize_rms),
+        "q_up": ColwiseParallel(input_layouts=SEQUENCE),
+        "kv_down": OnShares(_project),
+        "kv_norm": OnShares(_normalize_rms),
+        "kv_up": ColwiseParallel(input_layouts=SEQUENCE),
+        "shared_key": Gathered(),
+        "out": RowwiseParallel(output_layouts=SEQUENCE),
+    },
+    Join: {"": OnShares(_join)},
     FeedForward: {
         "": _gathers(1),
         "gate": ColwiseParallel(use_local_output=False),  # a DTensor knows its width where it does not divide

@@ -82,7 +82,7 @@ class PlainLoop:
         with place.device:
             self.model: Any = GPT(config.model).to(master_dtype(dtype))
         give_values(self.model, config)
-        compile_model(self.model, config.compile, place.device)
+        compile_model(self.model, self.model.blocks.values(), config.compile, place.device)
         self.sharded = config.parallel.strategy is Strategy.fsdp2
         self.autocast: AbstractContextManager[Any] = nullcontext()
         if self.sharded:

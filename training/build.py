@@ -34,7 +34,7 @@ from training.metrics.throughput import no_peak, peak_flops
 from training.metrics.writers import Writers
 from training.optimizers.build import build_optimizer
 from training.place import Place
-from training.plan import axes_table, settle_activations, stages_table
+from training.plan import axes_table, settle_activations, stages_table, unplanned
 from training.refusal import Problem, Refusal
 from training.resolve import DEGREES, Chosen, data_ranks, resolve_epochs
 from training.schedule import Schedule
@@ -263,6 +263,8 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
         say(f"  {line}")
     for line in axes_table(config, dtype).splitlines():
         say(f"  {line}")
+    if left_out := unplanned(config):
+        say(f"  {left_out}")
     for better in advice(config, place.world, device_of(config, place, dtype)):
         say(f"  advice: {better}")
     tokens, heldout = len(prepared.train), len(prepared.heldout)

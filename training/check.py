@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from difflib import get_close_matches
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from re import findall, fullmatch
 from typing import Any
 
 import yaml
 
-from models.config import Attention, Balance, ModelConfig, MoE, Position, RotaryScaling
+from models.config import Attention, Balance, Latent, ModelConfig, MoE, Position, QKNorm, RotaryScaling
 from parallel.config import Compress, Dtype
 from training.check_layout import activations_rules, batches_around, compile_rules, parallel_rules, sizes_near
 from training.config import Config, DataKind, Load, OptimizerConfig, ScheduleKind, TokenizerKind, leaves, nested
@@ -33,7 +34,9 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         model.vocab_multiple steps tokens sequence_length batch_sequences batch_tokens
         data.shuffle_block data.workers data.prefetch optimizer.powersgd_rank
         optimizer.max_skipped evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
-        model.moe.top_k model.moe.dim hardware.gpus hardware.ranks_per_host parallel.ep parallel.stages_per_rank
+        model.latent.q_rank model.latent.nope_dim model.latent.rope_dim model.latent.value_dim
+        model.moe.top_k model.moe.dim model.moe.groups model.moe.top_groups
+        hardware.gpus hardware.ranks_per_host parallel.ep parallel.stages_per_rank
         activations.segments activations.every_n""",
         lambda value: value >= 1,
         "must be at least 1",
@@ -48,6 +51,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         schedule.warmup_steps schedule.warmup_tokens schedule.decay_steps schedule.decay_tokens
         optimizer.weight_decay optimizer.powersgd_start_step model.init_std model.z_loss
         model.value_embeddings model.full_every model.init_embedding_std
+        model.latent.kv_rank model.mtp model.mtp_weight
         model.moe.experts model.moe.shared model.moe.dense_layers model.moe.balance_weight model.moe.bias_rate
         model.moe.z_loss
         parallel.prefetch_forward parallel.prefetch_backward""",
@@ -112,6 +116,8 @@ def _between(config: Config, world: World) -> Iterator[Problem]:
         _tokenizer,
         _data,
         _model,
+        _latent,
+        _multitoken,
         _experts,
         _schedule_units,
         _checkpoint,
@@ -177,7 +183,7 @@ def _with(config: Config, name: str, value: Any) -> Config:
     """The config as it would be with another value."""
     other = deepcopy(config)
     section, _, last = name.rpartition(".")
-    setattr(getattr(other, section) if section else other, last, value)
+    setattr(attrgetter(section)(other) if section else other, last, value)
     if not config.eval_only:
         resolve_model(other)
     return other
@@ -216,7 +222,8 @@ def _run(config: Config, world: World) -> Iterator[Problem]:
 def _rotary(model: ModelConfig) -> Iterator[Problem]:
     """model.head_size is known."""
     rotary, turned = model.rotary, int(model.head_size * model.rotary.share)
-    if model.head_size * rotary.share != turned or turned % 2 != 0 or turned == 0:
+    latent = model.latent.kv_rank > 0  # whose width has a rule of its own
+    if not latent and (model.head_size * rotary.share != turned or turned % 2 != 0 or turned == 0):
         reason = (
             f"of a head of {model.head_size} an even number is turned, and that is {model.head_size * rotary.share:g}"
         )
@@ -231,7 +238,8 @@ def _rotary(model: ModelConfig) -> Iterator[Problem]:
 
 def _model(config: Config, world: World) -> Iterator[Problem]:
     model = config.model
-    if model.head_dim is None and legal_numbers(model.dim, model.heads) and model.dim % model.heads != 0:
+    latent = model.latent.kv_rank > 0  # which has rules of its own
+    if not latent and model.head_dim is None and legal_numbers(model.dim, model.heads) and model.dim % model.heads != 0:
         reason = f"must divide model.dim={model.dim}"
         dims = alternatives("model.dim", around(model.dim, model.heads))
         yield Problem(
@@ -240,7 +248,7 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
             reason,
             f"{alternatives('model.heads', divisors_around(model.dim, model.heads))}, or {dims}",
         )
-    if legal_numbers(model.heads, model.kv_heads) and model.heads % model.key_value_heads != 0:
+    if not latent and legal_numbers(model.heads, model.kv_heads) and model.heads % model.key_value_heads != 0:
         reason = f"must divide model.heads={model.heads}"
         legal = alternatives("model.kv_heads", divisors_around(model.heads, model.key_value_heads))
         yield Problem("model.kv_heads", model.kv_heads, reason, legal)
@@ -250,7 +258,7 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
     if model.position is Position.rotary and legal_numbers(model.dim, model.heads, model.head_size):
         yield from _rotary(model)
     tables = model.value_embeddings
-    if legal_numbers(model.layers, tables) and 2 * tables > model.layers:
+    if not latent and legal_numbers(model.layers, tables) and 2 * tables > model.layers:
         reason = f"each table serves two blocks, and model.layers={model.layers}"
         instead = f"model.value_embeddings={model.layers // 2}, or model.layers={2 * tables}"
         yield Problem("model.value_embeddings", tables, reason, instead)
@@ -277,6 +285,61 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
         yield Problem("model.attention", kernel.name, reason, "model.attention=auto, or precision=bf16")
 
 
+def _latent(config: Config, world: World) -> Iterator[Problem]:
+    """What latent attention takes the place of, and what it needs."""
+    model, latent, default = config.model, config.model.latent, Latent()
+    if latent.kv_rank == 0:
+        for name, value in leaves(latent).items():
+            if value != leaves(default)[name]:
+                reason = "there is no latent attention, and model.latent.kv_rank is 0"
+                yield Problem(f"model.latent.{name}", value, reason, "model.latent.kv_rank=512, or leave it out")
+        return
+    if latent.kv_rank < 0:
+        return
+    if model.position is not Position.rotary:
+        reason = "latent attention (model.latent.kv_rank) has rotary positions"
+        yield Problem("model.position", model.position.name, reason, "model.position=rotary")
+    if latent.rope_dim >= 1 and latent.rope_dim % 2 != 0:
+        reason = "its numbers are turned in pairs"
+        legal = alternatives("model.latent.rope_dim", around(latent.rope_dim, 2))
+        yield Problem("model.latent.rope_dim", latent.rope_dim, reason, legal)
+    if model.rotary.share != 1:
+        reason = "latent attention turns all of model.latent.rope_dim"
+        yield Problem("model.rotary.share", model.rotary.share, reason, "model.rotary.share=1.0")
+    if legal_numbers(latent.nope_dim, latent.rope_dim, latent.value_dim) and latent.value_dim > model.head_size:
+        reason = f"a head's values are at most as wide as its keys, nope_dim + rope_dim = {model.head_size}"
+        yield Problem("model.latent.value_dim", latent.value_dim, reason, f"model.latent.value_dim={model.head_size}")
+    others: dict[str, tuple[Any, Any, str]] = {
+        "model.kv_heads": (model.kv_heads, (None, model.heads), "each head has keys of its own"),
+        "model.head_dim": (model.head_dim, (None,), "widths of heads are those of model.latent"),
+        "model.qk_norm": (model.qk_norm, (QKNorm.none,), "what queries and keys come from is normalized"),
+        "model.value_embeddings": (model.value_embeddings, (0,), "values come from the narrow vectors alone"),
+    }
+    for name, (value, legal_values, reason) in others.items():
+        if value not in legal_values:
+            yield Problem(name, value, f"with latent attention {reason}", f"{name}={show(legal_values[0])}")
+
+
+def _multitoken(config: Config, world: World) -> Iterator[Problem]:
+    """What the prediction of further tokens needs."""
+    model, default = config.model, ModelConfig()
+    if model.mtp == 0 and model.mtp_weight != default.mtp_weight:
+        reason = "is the weight of further tokens, and model.mtp is 0"
+        yield Problem("model.mtp_weight", model.mtp_weight, reason, "model.mtp=1, or leave it out")
+    if model.mtp < 1:
+        return
+    if model.mtp_weight == 0:
+        instead = f"model.mtp_weight={default.mtp_weight}, or model.mtp=0"
+        yield Problem("model.mtp_weight", 0.0, "leaves what model.mtp predicts without effect", instead)
+    if model.position is Position.learned and model.latent.kv_rank == 0:  # else told by another rule
+        reason = "a token further on has no position of its own in model.mtp, which needs positions in attention"
+        yield Problem("model.position", "learned", reason, "model.position=rotary, or model.mtp=0")
+    for name in ("x0", "skips"):
+        if getattr(model, name):
+            reason = f"what comes after the layers has none, and model.mtp is {model.mtp}"
+            yield Problem(f"model.{name}", True, reason, f"model.{name}=false, or model.mtp=0")
+
+
 def _experts(config: Config, world: World) -> Iterator[Problem]:
     model, moe, default = config.model, config.model.moe, MoE()
     if moe.experts == 0:
@@ -296,6 +359,8 @@ def _experts(config: Config, world: World) -> Iterator[Problem]:
         reason = f"a token goes to different experts, and model.moe.experts={moe.experts}"
         instead = f"model.moe.top_k={min(default.top_k, moe.experts)}, or model.moe.experts={moe.top_k}"
         yield Problem("model.moe.top_k", moe.top_k, reason, instead)
+    if moe.experts > 1:
+        yield from _groups(moe)
     if moe.top_k == 1 and moe.normalize:
         reason = "a single weight divided by itself is 1, and the router learns nothing"
         yield Problem("model.moe.normalize", True, reason, "model.moe.normalize=false, or model.moe.top_k=2")
@@ -312,6 +377,25 @@ def _experts(config: Config, world: World) -> Iterator[Problem]:
         reason = f"is the weight of model.moe.balance={moe.balance.name}, which then does nothing"
         instead = f"model.moe.balance_weight={default.balance_weight}, or model.moe.balance=none"
         yield Problem("model.moe.balance_weight", 0.0, reason, instead)
+
+
+def _groups(moe: MoE) -> Iterator[Problem]:
+    """Whether groups are equal, have the two experts they are known by, and leave enough to choose from."""
+    groups, top, each = moe.groups, moe.top_groups, moe.experts // max(moe.groups, 1)
+    if not legal_numbers(groups, top):
+        return
+    if groups > 1 and (moe.experts % groups != 0 or each < 2):
+        reason = f"cuts model.moe.experts={moe.experts} into groups that are not equal, or have less than 2"
+        legal = max(n for n in range(1, min(groups, moe.experts // 2) + 1) if moe.experts % n == 0)
+        enough = min(max(top, -(-moe.top_k * legal // moe.experts)), legal)
+        instead = f"model.moe.groups={legal}" + (f" model.moe.top_groups={enough}" if enough != top else "")
+        yield Problem("model.moe.groups", groups, reason, instead)
+    elif top > groups:
+        reason = f"a token's experts are in different groups, and model.moe.groups={groups}"
+        yield Problem("model.moe.top_groups", top, reason, f"model.moe.top_groups={groups}")
+    elif top * each < moe.top_k <= moe.experts:
+        reason = f"leaves {top * each} experts to choose model.moe.top_k={moe.top_k} from"
+        yield Problem("model.moe.top_groups", top, reason, f"model.moe.top_groups={-(-moe.top_k // each)}")
 
 
 def _precision(config: Config, world: World) -> Iterator[Problem]:

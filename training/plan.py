@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from models.config import ModelConfig
 from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy, experts_apart
 from parallel.planning.layout import master_bytes, values
 from parallel.planning.memory import Memory, held_shapes, memory, state_of
@@ -33,7 +34,7 @@ def traffic_of(config: Config, dtype: Dtype) -> tuple[int, list[Traffic]]:
     """A step's collectives of the rank along pp that sends the most, and which it is; none while vocabulary or batch
     are not known. dtype: of the computation, settled."""
     batch = batch_of(config)
-    if batch is None or config.model.vocab_size is None:
+    if batch is None or config.model.vocab_size is None or _has_other_traffic(config.model, config.parallel):
         return 0, []
     layout = (config.model, config.parallel, dtype, config.precision.reduce_dtype, batch, config.activations)
     sums = config.optimizer.sums
@@ -50,9 +51,10 @@ def memory_of(config: Config, dtype: Dtype, parallel: ParallelConfig | None = No
 
 
 def memory_of_ranks(config: Config, dtype: Dtype, parallel: ParallelConfig) -> list[Memory]:
-    """Of each rank along pp; none while vocabulary or batch are not known."""
+    """Of each rank along pp; none while vocabulary or batch are not known, and with parts whose activations have no
+    formula yet."""
     batch = batch_of(config, parallel)
-    if batch is None or config.model.vocab_size is None:
+    if batch is None or config.model.vocab_size is None or _without_formula(config.model):
         return []
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     layout = (config.model, parallel, dtype, config.precision.reduce_dtype, batch, config.activations, moments)
@@ -100,6 +102,27 @@ def _first_that_fits(
 def _cannot_again(config: Config) -> bool:
     """Whether torch cannot compute blocks again: training.check_layout refuses what may be compiled so."""
     return config.parallel.tp > 1 and config.model.dropout > 0 and config.compile.scope is not Scope.none
+
+
+def unplanned(config: Config) -> str:
+    """What the plans of this config leave out; "" where nothing."""
+    parts = _without_formula(config.model)
+    if not parts:
+        return ""
+    what = "memory and traffic are" if _has_other_traffic(config.model, config.parallel) else "memory is"
+    return f"{what} not planned for a model with {' and '.join(parts)} in this version"
+
+
+def _without_formula(model: ModelConfig) -> list[str]:
+    """Parts of a model whose activations have no formula yet."""
+    parts = {"latent attention": model.latent.kv_rank > 0, "further tokens": model.mtp > 0}
+    return [part for part, there in parts.items() if there]
+
+
+def _has_other_traffic(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether ranks send what no formula counts yet."""
+    latent = model.latent.kv_rank > 0 and parallel.tp * parallel.cp > 1
+    return latent or model.mtp > 0
 
 
 def gib(used: float, of: float) -> str:

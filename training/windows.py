@@ -29,8 +29,8 @@ class Windows:
 
     def _set(self, step: int) -> None:
         config, changed = self.spread.model.config, False
-        for layer, block in self.spread.model.blocks.items():
-            whole = config.window_of(int(layer))
+        for layer, block in self.spread.model.blocks_by_layer.items():
+            whole = config.window_of(layer)
             if whole is None:
                 continue
             window = window_at(whole, self.stages, step, self.steps)

@@ -11,7 +11,8 @@ INDEX_BYTES = 8  # of the number of an expert, of a row, and of how many tokens 
 BYTES = {Dtype.fp32: 4, Dtype.tf32: 4, Dtype.bf16: 2, Dtype.fp64: 8}
 
 # The dimension along which parallel.tensor.ROWS cut the weight of each module; a bias is cut with its rows.
-TENSOR_CUTS = {"qkv": 0, "q": 0, "k": 0, "v": 0, "up": 0, "tokens": 0, "head": 0, "out": 1, "down": 1, "table": 1}
+TENSOR_CUTS = {"qkv": 0, "q": 0, "k": 0, "v": 0, "q_up": 0, "kv_up": 0, "up": 0, "tokens": 0, "head": 0}
+TENSOR_CUTS |= {"out": 1, "down": 1, "table": 1}
 
 
 def master_bytes(compute: Dtype) -> int:
@@ -71,13 +72,13 @@ def as_sharded(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def units(shapes: Shapes) -> tuple[list[Shapes], Shapes]:
-    """What FSDP2 gathers and reduces together: each block, and the root of all else. Routers are in none."""
+    """What FSDP2 gathers and reduces together: each block, each step that predicts a further token, and the root of all
+    else. Routers are in none."""
     found: dict[str, Shapes] = defaultdict(dict)
     for name, shape in shapes.items():
         if in_router(name):
             continue
-        part, place, *_ = name.split(".")
-        found[place if part == "blocks" else "root"][name] = shape
+        found[_unit(name)][name] = shape
     root = found.pop("root", {})
     return list(found.values()), root
 
@@ -89,6 +90,13 @@ def experts_here(shapes: Shapes, ep: int) -> Shapes:
 
 def without_experts(shapes: Shapes) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not in_experts(name)}
+
+
+def _unit(name: str) -> str:
+    for begin in ("blocks.", "mtp.steps."):
+        if name.startswith(begin):
+            return begin + name.removeprefix(begin).partition(".")[0]
+    return "root"
 
 
 def reshards_to(parallel: ParallelConfig) -> int | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from models.config import ModelConfig
-from models.flops import block_flops_per_token, head_flops_per_token
+from models.flops import block_flops_per_token, end_flops_per_token
 from models.shapes import Shapes, parameter_shapes
 from parallel.config import ActivationsConfig, ParallelConfig, Recompute, Schedule
 
@@ -116,13 +116,13 @@ def rank_of(index: int, number: int, parallel: ParallelConfig) -> int:
 
 def balanced(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     """Layers of each stage such that the costliest rank is as cheap as can be, and then the costliest stage of each
-    rank; in FLOPs at the full context and with the head, each block counted as the last. Raises ValueError for fewer
-    layers than stages."""
+    rank; in FLOPs at the full context and with what comes after the last layer, each block counted as the last. Raises
+    ValueError for fewer layers than stages."""
     each = stages_per_rank(parallel)
     number = parallel.pp * each
     if model.layers < number:
         raise ValueError(f"{model.layers} layers are fewer than {number} stages")
-    extra = head_flops_per_token(model) / _block_cost(model, model.layers - 1)
+    extra = end_flops_per_token(model, model.context) / _block_cost(model, model.layers - 1)
     last = rank_of(number - 1, number, parallel)
     ranks = [rank for rank in range(parallel.pp) if rank != last] + [last]
     counts = [0] * number
@@ -149,9 +149,9 @@ def _shared_out(layers: int, parts: int, least: int, extra: float) -> list[int]:
 
 def costs(model: ModelConfig, cut: list[Stage]) -> dict[int, float]:
     """FLOPs of a token in each stage, embedding counted as nothing."""
-    head = head_flops_per_token(model)
+    end = end_flops_per_token(model, model.context)
     blocks = {stage.index: sum(_block_cost(model, layer) for layer in stage.layers) for stage in cut}
-    return {stage.index: blocks[stage.index] + (head if stage.last else 0.0) for stage in cut}
+    return {stage.index: blocks[stage.index] + (end if stage.last else 0.0) for stage in cut}
 
 
 def _block_cost(model: ModelConfig, layer: int) -> float:

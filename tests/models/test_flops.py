@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from models.config import Attention as Kernel
-from models.config import ModelConfig, MoE
+from models.config import Latent, ModelConfig, MoE, Norm, Position
 from models.decoder import Decoder
 from models.flops import active_parameters, flops_per_token, parameters
 from tests.models.build import random_decoder, random_tokens, tiny
@@ -48,6 +49,36 @@ def test_parameters_of_other_shapes(
     config = tiny(**shape, vocab_multiple=1)
     assert parameters(config) == sum(parameter.numel() for parameter in Decoder(config).parameters())
     assert parameters(tiny(**shape, vocab_multiple=128)) == parameters(config)
+
+
+LATENT = Latent(kv_rank=10, q_rank=14, nope_dim=6, rope_dim=4, value_dim=5)
+
+
+def test_latent_attention() -> None:
+    """A number of multiplications for each weight of a matrix, and of the square as wide as keys and values."""
+    plain = {"layers": 2, "dim": 24, "heads": 3, "bias": False, "position": Position.rotary}
+    dense, latent, direct = (
+        tiny(**plain, **changes) for changes in ({}, {"latent": LATENT}, {"latent": replace(LATENT, q_rank=None)})
+    )
+    of_dense, of_norms = 4 * 24 * 24, 10 + 14
+    kv_and_out = 24 * (10 + 4) + 10 * 3 * (6 + 5) + 3 * 5 * 24
+    of_latent, of_direct = 24 * 14 + 14 * 3 * 10 + kv_and_out, 24 * 3 * 10 + kv_and_out
+    assert parameters(latent) - parameters(dense) == 2 * (of_latent + of_norms - of_dense)
+    assert parameters(direct) - parameters(dense) == 2 * (of_direct + 10 - of_dense)
+    square = 3 * (10 + 5) - 2 * 24
+    for config, weights in ((latent, of_latent), (direct, of_direct)):
+        more = flops_per_token(config, 8) - flops_per_token(dense, 8)
+        assert more == 3 * 2 * 2 * (weights - of_dense + 8 * square)
+
+
+def test_further_tokens() -> None:
+    """Each is a block, a product of two vectors and the head again; its norms are three."""
+    plain = {"layers": 2, "dim": 24, "heads": 3, "bias": False, "position": Position.rotary, "norm": Norm.rmsnorm}
+    one, more, deeper = tiny(**plain), tiny(**plain, mtp=2), tiny(**plain | {"layers": 4})
+    join = 2 * 24 * 24
+    assert parameters(more) - parameters(deeper) == 2 * (join + 3 * 24)
+    assert flops_per_token(more, 8) - flops_per_token(deeper, 8) == 3 * 2 * 2 * (join + 67 * 24)
+    assert active_parameters(more) == parameters(more) > parameters(one)
 
 
 def test_parameters_of_experts() -> None:

@@ -338,3 +338,24 @@ def test_a_block_is_one_graph(dtype: torch.dtype, backend: str) -> None:
         found.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("groups", "top_groups", "top_k"), [(4, 2, 3), (2, 1, 4), (4, 3, 5), (3, 3, 2)])
+def test_experts_are_chosen_from_the_best_groups(groups: int, top_groups: int, top_k: int) -> None:
+    """DeepSeek-V3, 2.1.2. Scores are of few values, so that many are equal: the lower index comes first."""
+    each = 4 if groups == 2 else 3
+    experts = groups * each
+    router = layer(
+        config(experts=experts, top_k=top_k, groups=groups, top_groups=top_groups, score=Score.sigmoid)
+    ).router
+    scores = torch.randint(1, 4, (BATCH, SEQ, experts), generator=torch.Generator().manual_seed(4)).double() / 4
+    with torch.no_grad():
+        router.bias.copy_(torch.randint(2, (experts,), generator=torch.Generator().manual_seed(5)) / 4)
+    chosen = router._choose(scores)
+    for row in range(BATCH):
+        for place in range(SEQ):
+            preferred = (scores[row, place] + router.bias).tolist()
+            sums = [sum(sorted(preferred[g * each : (g + 1) * each])[-2:]) for g in range(groups)]
+            best = ranked(sums)[:top_groups]
+            order = [expert for expert in ranked(preferred) if expert // each in best]
+            assert chosen[row, place].tolist() == order[:top_k]

@@ -146,6 +146,7 @@ def untwin(whole: Whole, shape: Shape) -> Whole:
     values, equal = dict(whole.values), whole.copies_equal
     twins = {f"values.{layer}.table.weight": shape.table_of(layer) for layer in range(shape.layers)}
     pairs = {name: f"values.{number}.table.weight" for name, number in twins.items()}
+    pairs["mtp.embed.tokens.weight"] = "embed.tokens.weight"
     if shape.tied:
         pairs["head.weight"] = "embed.tokens.weight"
     for second, first in pairs.items():

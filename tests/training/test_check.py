@@ -56,6 +56,12 @@ def test_the_default_is_right() -> None:
         ("model__vocab_size", 100, "model.vocab_size=null"),
         ("model__dropout", 1.0, "model.dropout=0.0"),
         ("model__moe__top_k", 3, "model.moe.experts=8"),
+        ("model__moe__groups", 2, "model.moe.experts=8"),
+        ("model__latent__kv_rank", -1, "model.latent.kv_rank=0"),
+        ("model__latent__rope_dim", 32, "model.latent.kv_rank=512"),
+        ("model__mtp", -1, "model.mtp=0"),
+        ("model__mtp", 1, "model.position=rotary, or model.mtp=0"),
+        ("model__mtp_weight", 0.2, "model.mtp=1"),
         ("model__moe__experts", 1, "model.moe.experts=2"),
         ("model__moe__scale", 0.0, "model.moe.scale=1.0"),
         ("model__moe__capacity_factor", -1.0, "model.moe.capacity_factor=0.1"),
@@ -121,6 +127,11 @@ def test_one_problem_with_what_to_write(key: str, value: Any, instead: str) -> N
     [
         ({"top_k": 9}, "model.moe.top_k=2, or model.moe.experts=9"),
         ({"top_k": 1}, "model.moe.normalize=false, or model.moe.top_k=2"),
+        ({"groups": 3}, "model.moe.groups=2"),
+        ({"groups": 8}, "model.moe.groups=4"),
+        ({"groups": 2, "top_groups": 3}, "model.moe.top_groups=2"),
+        ({"top_groups": 2}, "model.moe.top_groups=1"),
+        ({"groups": 4, "top_k": 3}, "model.moe.top_groups=2"),
         ({"dense_layers": 4}, "model.moe.dense_layers=3, or model.moe.experts=0"),
         ({"balance_weight": 0.3}, "model.moe.balance=sequence, or leave it out"),
         ({"balance": "step", "balance_weight": 0.0}, "model.moe.balance_weight=0.01, or model.moe.balance=none"),
@@ -136,6 +147,34 @@ def test_keys_of_experts(values: dict[str, Any], instead: str) -> None:
     if value.replace(".", "").isdigit():
         meant = float(value) if "." in value else int(value)
     assert problems(**given | {word.replace(".", "__"): meant}) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "instead"),
+    [
+        ({"position": "learned"}, "position", "model.position=rotary"),
+        ({"position": "none"}, "position", "model.position=rotary"),
+        ({"latent__rope_dim": 7}, "latent.rope_dim", "model.latent.rope_dim=6 or model.latent.rope_dim=8"),
+        ({"latent__value_dim": 193}, "latent.value_dim", "model.latent.value_dim=192"),
+        ({"rotary__share": 0.5}, "rotary.share", "model.rotary.share=1.0"),
+        ({"kv_heads": 1}, "kv_heads", "model.kv_heads=null"),
+        ({"kv_heads": 3}, "kv_heads", "model.kv_heads=null"),
+        ({"head_dim": 64}, "head_dim", "model.head_dim=null"),
+        ({"qk_norm": "head"}, "qk_norm", "model.qk_norm=none"),
+        ({"value_embeddings": 1}, "value_embeddings", "model.value_embeddings=0"),
+        ({"value_embeddings": 3}, "value_embeddings", "model.value_embeddings=0"),
+        ({"rotary__scaling": "yarn", "rotary__beta_slow": 40.0}, "rotary.beta_slow", "model.rotary.beta_slow=1.0"),
+        ({"mtp": 1, "x0": True}, "x0", "model.x0=false, or model.mtp=0"),
+        ({"mtp": 1, "skips": True}, "skips", "model.skips=false, or model.mtp=0"),
+        ({"mtp": 1, "mtp_weight": 0.0}, "mtp_weight", "model.mtp_weight=0.3, or model.mtp=0"),
+    ],
+)
+def test_latent_attention_and_further_tokens(values: dict[str, Any], key: str, instead: str) -> None:
+    usual: dict[str, Any] = {"model__latent__kv_rank": 16, "model__position": "rotary"}
+    assert problems(**usual, model__heads=3) == {}  # which needs not divide
+    found = problems(**usual | {f"model__{name}": value for name, value in values.items()})
+    assert list(found) == [f"model.{key}"]
+    assert found[f"model.{key}"].instead == instead
 
 
 def test_every_rule_is_of_a_key_and_every_number_has_one() -> None:
@@ -444,6 +483,16 @@ def typed_problems(ranks: int, typed: dict[str, str]) -> list[Problem]:
     world = World(ranks, ranks)
     resolve(config, world, chosen)
     return check(config, world)
+
+
+def test_further_tokens_need_a_backward_pass_in_one() -> None:
+    model: dict[str, Any] = {"model__mtp": 1, "model__position": "rotary", "model__layers": 4}
+    for schedule in Schedule:
+        values = model | {"parallel__schedule": schedule, "parallel__pp": 2, "micro_batch": 1}
+        found = problems(World(2, 2), "single", **values)
+        split = schedule.name in ("interleaved_zero_bubble", "zbv", "dualpipev")
+        assert list(found) == (["model.mtp"] if split else []), schedule
+        assert not split or found["model.mtp"].instead == "model.mtp=0, or parallel.schedule=1f1b"
 
 
 def test_a_checkpoints_model_is_not_another_one_for_a_pipeline() -> None:

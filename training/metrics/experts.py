@@ -21,7 +21,7 @@ def expert_records(steps: list[torch.Tensor], model: ModelConfig, mesh: DeviceMe
     if mesh is not None and mesh["pp"].size() > 1:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group("pp"))
     sums = sum_over(mesh, ("pp",), table[:, 2:].contiguous())
-    blocks = sum(map(model.routed, range(model.layers)))
+    blocks = sum(map(model.routed, model.all_blocks))
     records: list[Record] = []
     for (most, least), (deviation, dropped) in zip(extremes.tolist(), sums.tolist(), strict=True):
         record = {"expert_load_max": most, "expert_load_min": -least, "expert_load_cv": deviation / blocks}
