@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.families.deepseek import DeepseekV3
 from models.families.family import Family
 from models.families.family import Piece as Piece
 from models.families.gemma import Gemma2
@@ -31,6 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     Gemma2(),
     Mixtral(),
     Qwen3Moe(),
+    DeepseekV3(),
 )
 PADDED = ("embed.tokens.weight", "head.weight")
 

@@ -1,5 +1,6 @@
 """Every model preset composes, is legal, and is the model it is named after."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.flops import parameters
+from models.flops import active_parameters, parameters
 from models.huggingface import config_from_huggingface, config_to_huggingface
 from models.roles import Role, parameter_roles
 from tests.models.published import CONFIGS, ONLY_CONVERTED, PARAMETERS
@@ -50,5 +51,17 @@ def test_builds_on_meta(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", sorted(CONFIGS.keys() & set(PRESETS)))
 def test_the_published_config_json_is_the_preset(preset: str) -> None:
-    imported = config_from_huggingface(CONFIGS[preset])
-    assert config_to_huggingface(imported) == config_to_huggingface(composed(preset))
+    imported, config = config_from_huggingface(CONFIGS[preset]), composed(preset)
+    if preset == "deepseek_v3":
+        config.init_std = imported.init_std  # the report has another
+    assert config_to_huggingface(imported) == config_to_huggingface(config)
+
+
+def test_deepseek_v3_is_as_large_as_published() -> None:
+    """Its file README_WEIGHTS: 36.7B active, without the table 0.9B less. DeepSeek-V2-Lite: 15.7B, 2.4B without it."""
+    large, small = composed("deepseek_v3"), composed("deepseek_v3_16b")
+    assert parameters(small) == 15_706_484_224
+    found = [(active_parameters(config) - config.dim * (config.vocab_size or 0)) / 1e9 for config in (large, small)]
+    assert found == [pytest.approx(36.7, abs=0.1), pytest.approx(2.4, abs=0.1)]
+    further = parameters(replace(large, mtp=1)) - parameters(large)
+    assert further / 1e9 == pytest.approx(11.5, abs=0.15)

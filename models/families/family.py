@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig, MoE, Position, Rotary, RotaryScaling
+from models.config import Latent, ModelConfig, MoE, Position, Rotary, RotaryScaling
 from models.position import rotary_magnitude
 from models.schema import Changes
 
@@ -132,7 +132,8 @@ def unflat(keys: Mapping[str, Any]) -> ModelConfig:
         return {key.removeprefix(f"{part}."): value for key, value in keys.items() if key.startswith(f"{part}.")}
 
     own = {key: value for key, value in keys.items() if "." not in key}
-    return ModelConfig(**own, rotary=Rotary(**under("rotary")), moe=MoE(**under("moe")))
+    rotary, latent, moe = Rotary(**under("rotary")), Latent(**under("latent")), MoE(**under("moe"))
+    return ModelConfig(**own, rotary=rotary, latent=latent, moe=moe)
 
 
 def normal(config: ModelConfig) -> dict[str, Any]:

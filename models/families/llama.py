@@ -51,7 +51,7 @@ class Plain(Family):
     }
     prefix = "model."
     token_table = "model.embed_tokens.weight"
-    buffers = (".rotary_emb.inv_freq",)
+    buffers: ClassVar[tuple[str, ...]] = (".rotary_emb.inv_freq",)
     theta: ClassVar[float] = 10_000.0  # where config.json leaves it out
     heads_divide: ClassVar[bool] = False  # transformers wants heads to divide the width, though head_dim is given
     names: ClassVar[Mapping[str, str]] = BEFORE | PROJECTIONS  # of parts of a block

@@ -16,6 +16,7 @@ from torch import Tensor
 from models.config import (
     Balance,
     FeedForward,
+    Latent,
     ModelConfig,
     MoE,
     Norm,
@@ -25,10 +26,12 @@ from models.config import (
     Residual,
     Rotary,
     RotaryScaling,
+    Score,
 )
 from models.decoder import Decoder
 from models.flops import parameters
 from models.huggingface import (
+    FAMILIES,
     config_from_huggingface,
     config_to_huggingface,
     pieces,
@@ -107,6 +110,30 @@ def gemma(**changes: Any) -> ModelConfig:
     return modern(**(own | changes))
 
 
+def deepseek(**changes: Any) -> ModelConfig:
+    """With yarn as DeepSeek has it: cosines and sines as they are, scores multiplied."""
+    moe: dict[str, Any] = {
+        "experts": 8,
+        "top_k": 3,
+        "groups": 4,
+        "top_groups": 2,
+        "dim": 20,
+        "shared": 2,
+        "dense_layers": 1,
+    }
+    own: dict[str, Any] = {
+        "heads": 3,
+        "kv_heads": None,
+        "head_dim": None,
+        "norm_eps": 1e-6,
+        "latent": Latent(kv_rank=14, q_rank=18, nope_dim=10, rope_dim=8, value_dim=12),
+        "rotary": replace(YARN, magnitude=1.0, windows=True),
+        "attention_scale": (0.07 * math.log(4) + 1) ** 2 / 18**0.5,
+        "moe": MoE(**moe, score=Score.sigmoid, scale=2.5),
+    }
+    return modern(**(own | changes))
+
+
 CASES = {
     "llama": modern(),
     "llama_tied": modern(tied_head=True, kv_heads=6, head_dim=None),
@@ -136,6 +163,13 @@ CASES = {
     "qwen3_moe": modern(qk_norm=QKNorm.head, moe=MoE(experts=5, top_k=2, dim=20)),
     "qwen3_moe_dense": modern(
         qk_norm=QKNorm.head, window=7, moe=MoE(experts=5, top_k=3, dim=20, dense_layers=1, normalize=False)
+    ),
+    "deepseek_v3": deepseek(),
+    "deepseek_v3_direct": deepseek(
+        latent=Latent(kv_rank=14, nope_dim=10, rope_dim=8, value_dim=18),
+        rotary=Rotary(theta=100.0),
+        attention_scale=None,
+        moe=MoE(experts=8, top_k=3, dim=20, shared=1, normalize=False, score=Score.sigmoid),
     ),
 }
 
@@ -190,7 +224,7 @@ def compare(config: ModelConfig, folder: Path) -> Compared:
     ours = random_decoder(config).eval()
     with torch.no_grad():
         for router in routers(ours):
-            router.bias.zero_()
+            router.bias.mul_(0.1 if config.moe.score is Score.sigmoid else 0.0)  # others have none
     (folder / "config.json").write_text(json.dumps(config_to_huggingface(config)))
     save_file(as_a_file(config, ours.state_dict()), folder / "model.safetensors", {"format": "pt"})
     theirs, info = load(folder)
@@ -208,6 +242,8 @@ def compare(config: ModelConfig, folder: Path) -> Compared:
     added = as_a_file(config, {name: torch.zeros_like(value) for name, value in gradients.items()})
     found = {name: value - added[name] for name, value in as_a_file(config, gradients).items()}
     wanted = weights_of(theirs, folder / "gradients", gradients=True)
+    for bias in [name for name in wanted if name.endswith("e_score_correction_bias")]:
+        del wanted[bias], found[bias]
     assert found.keys() == wanted.keys()
 
     generator = torch.Generator().manual_seed(7)
@@ -263,7 +299,8 @@ def compared() -> dict[str, Compared]:
 def test_the_numbers_are_theirs(compared: dict[str, Compared], name: str) -> None:
     case = compared[name]
     assert isinstance(case, Compared), case
-    assert case.model_type == ("qwen3_moe" if "qwen3_moe" in name else name.split("_")[0])
+    longest = max((kind for kind in (family.model_type for family in FAMILIES) if name.startswith(kind)), key=len)
+    assert case.model_type == longest
     assert case.unread == []
     assert case.to_theirs < 1e-4
     assert case.from_theirs < 1e-4
@@ -328,7 +365,9 @@ def test_pieces_are_all_of_both(name: str) -> None:
     """Each parameter of ours that is learned, each of theirs once, and each bitwise."""
     config = CASES[name]
     state = {key: value for key, value in random_decoder(config).state_dict().items() if "router." not in key}
-    routing = {f"blocks.{layer}.feedforward.router.weight" for layer in range(3) if config.routed(layer)}
+    kinds = ("weight", "bias") if config.moe.score is Score.sigmoid else ("weight",)
+    routers = [f"blocks.{layer}.feedforward.router" for layer in range(3) if config.routed(layer)]
+    routing = {f"{router}.{kind}" for router in routers for kind in kinds}
     made = pieces(config)
     assert {piece.ours for piece in made} == (state.keys() | routing) - ({"head.weight"} if config.tied_head else set())
     theirs = [name for piece in made for name in piece.theirs]
@@ -509,6 +548,25 @@ def test_what_no_family_has_is_named(config: ModelConfig, nearest: str, keys: li
     with pytest.raises(ValueError, match=f"nearest, {nearest},") as raised:
         config_to_huggingface(config)
     assert set(str(raised.value).partition("counterpart of ")[2].split(", ")) == set(keys)
+
+
+def test_steps_for_further_tokens_lie_behind_the_layers() -> None:
+    """As in DeepSeek's files, which hold table and head twice, and bitwise both ways."""
+    config = deepseek(mtp=2)
+    state = random_decoder(config).state_dict()
+    theirs = state_to_huggingface(config, state)
+    further = {name.partition(".layers.4.")[2] for name in theirs if name.startswith("model.layers.4.")}
+    assert further > {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"}
+    assert further > {"self_attn.kv_b_proj.weight", "mlp.experts.7.up_proj.weight", "mlp.gate.e_score_correction_bias"}
+    copies = {
+        "model.layers.3.embed_tokens.weight": theirs["model.embed_tokens.weight"],
+        "model.layers.3.shared_head.head.weight": theirs["lm_head.weight"],
+    }
+    back = state_from_huggingface(config, theirs | copies)
+    again = state_to_huggingface(config, back)
+    assert again.keys() == theirs.keys()
+    assert all(torch.equal(again[name], value) for name, value in theirs.items())
+    assert config_from_huggingface(config_to_huggingface(config)).mtp == 2
 
 
 def test_what_acts_in_training_alone_is_no_obstacle() -> None:
