@@ -259,6 +259,11 @@ class ModelConfig:
         "tokenizer this model is meant for, used where tokenizer.kind is auto: bytes | gpt2 | a tiktoken encoding",
     )
 
+    init_from: str | None = key(
+        None,
+        "folder of a Hugging Face model whose shape, weights and tokenizer the run begins with; null: none",
+    )
+
     latent: Latent = key(Latent, "multi-head latent attention")
     moe: MoE = key(MoE, "mixture of experts")
 

@@ -1,6 +1,6 @@
 """To and from the Hugging Face format: config.json and state dict, of each family in models/families."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -90,13 +90,22 @@ def state_to_huggingface(config: ModelConfig, state: Mapping[str, Tensor]) -> di
 
 
 def state_from_huggingface(config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under our names, the vocabulary padded with zeros, and 0 for what routers count. Raises ValueError that
-    names what is missing, too much or of another size."""
+    """Weights under our names, as read_state gives them."""
+    return dict(read_state(config, theirs, theirs.__getitem__))
+
+
+def read_state(
+    config: ModelConfig,
+    names: Iterable[str],
+    read: Callable[[str], Tensor],
+    wanted: Container[str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """One parameter after the other under our names, the vocabulary padded with zeros, and 0 for what routers count.
+
+    names: of the weights there are; read: one of them; wanted: our names, all where None. Raises ValueError that names
+    what is missing, too much or of another size."""
     family, made = family_of(config), pieces(config)
-    named = {
-        name if name.startswith((family.prefix, "lm_head.")) else f"{family.prefix}{name}": value
-        for name, value in theirs.items()
-    }
+    named = {name if name.startswith((family.prefix, "lm_head.")) else f"{family.prefix}{name}": name for name in names}
     wanted = {name for piece in made for name in piece.theirs}
     buffers = {name for name in named if name.endswith(family.buffers)}
     surplus = set(named) - wanted - buffers - ({"lm_head.weight"} if config.tied_head else set())
@@ -104,17 +113,21 @@ def state_from_huggingface(config: ModelConfig, theirs: Mapping[str, Tensor]) ->
         raise ValueError(
             f"the Hugging Face weights lack {sorted(wanted - set(named))} and have {sorted(surplus)} in addition"
         )
-    for name in [family.token_table, "lm_head.weight"]:
-        if name in named and named[name].shape[0] != config.vocab_size:
-            raise ValueError(f"{name} has {named[name].shape[0]} rows, and vocab_size is {config.vocab_size}")
-    if config.tied_head and not torch.equal(
-        named.get("lm_head.weight", named[family.token_table]), named[family.token_table]
-    ):
+    tables = [name for name in (family.token_table, "lm_head.weight") if name in named]
+    if config.tied_head and len(tables) == 2 and not torch.equal(*(read(named[name]) for name in tables)):
         raise ValueError(f"lm_head.weight is not {family.token_table}, and tie_word_embeddings says that it is")
     shapes, sizes = parameter_shapes(config), parameter_shapes(replace(config, vocab_multiple=1))
-    state = {name: torch.zeros(shape) for name, shape in shapes.items() if not is_learned(name)}
+    given = {piece.ours for piece in made}
+    for name, shape in shapes.items():
+        if name not in given and (wanted is None or name in wanted):
+            yield name, torch.zeros(shape)
     for piece in made:
-        value = piece.join([named[name] for name in piece.theirs])
+        if wanted is not None and piece.ours not in wanted:
+            continue
+        parts = [read(named[name]) for name in piece.theirs]
+        if piece.ours in PADDED and parts[0].shape[0] != config.vocab_size:
+            raise ValueError(f"{piece.theirs[0]} has {parts[0].shape[0]} rows, and vocab_size is {config.vocab_size}")
+        value = piece.join(parts)
         if value.shape != sizes[piece.ours]:
             raise ValueError(
                 f"{', '.join(piece.theirs)} are {piece.ours} of shape {list(value.shape)}, and the model's is "
@@ -122,5 +135,4 @@ def state_from_huggingface(config: ModelConfig, theirs: Mapping[str, Tensor]) ->
             )
         if piece.ours in PADDED:
             value = F.pad(value, (0, 0, 0, config.padded_vocab_size - value.shape[0]))
-        state[piece.ours] = value.contiguous()
-    return state
+        yield piece.ours, value.contiguous()

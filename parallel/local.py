@@ -33,6 +33,14 @@ def local_region(tensor: Tensor) -> tuple[tuple[int, int], ...]:
     return tuple(region)
 
 
+@torch.no_grad()
+def fill(parameter: Tensor, whole: Tensor) -> None:
+    """Puts into a parameter its part of what all ranks hold together."""
+    for dimension, (start, stop) in enumerate(local_region(parameter)):
+        whole = whole.narrow(dimension, start, stop - start)
+    local(parameter).copy_(whole)
+
+
 def is_cut(placement: Any) -> bool:
     """Whether ranks hold different parts. FSDP2's cut of a tensor that is cut already is a placement of its own."""
     return hasattr(placement, "dim") and not placement.is_partial()

@@ -32,6 +32,7 @@ SCORED_WITH = (
 # do not change what the weights are
 NOT_COMPARED = (
     "model.attention",
+    "model.init_from",
     "model.tokenizer",
     "model.dropout",
     "model.init_std",

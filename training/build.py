@@ -25,6 +25,7 @@ from training.data.prepare import Prepared, prepare
 from training.evals.suite import Suite
 from training.evaluation import Evaluation
 from training.files import write_json, write_text
+from training.huggingface import Exports
 from training.loop import Run
 from training.metrics import writers
 from training.metrics.compilation import Compilations, Watched, expect, recompiles
@@ -129,7 +130,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
             raise Refusal(problems)
     assert isinstance(config.micro_batch, int)
     expect(spread, "micro-batches", (config.micro_batch, config.sequence_length), gradients=True)
-    about = describe_run(config, chosen, place, text)
+    about = describe_run(config, chosen, place, text.tokenizer, text.prepared.folder.name)
     if place.rank == 0:
         write_text(place.folder.config_path, describe(config, chosen))
         write_json(place.folder.environment_path, environment() | {"from_environment": about["from_environment"]})
@@ -157,6 +158,9 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         checkpoints=Checkpoints(
             Store(place.folder.checkpoints, place.ranks), config.checkpoint, spread, step.optimizer, about
         ),
+        exports=Exports(place.folder.path / "huggingface", text.tokenizer, place.ranks)
+        if config.checkpoint.export_hf
+        else None,
         evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check),
         stop=place.stop,
         status=place.status,
@@ -206,15 +210,15 @@ def build_writers(config: Config, place: Place, saved_config: dict[str, Any]) ->
     return writers.build(config.metrics, place.folder.path, place.console, config.name, config.steps, saved_config)
 
 
-def describe_run(config: Config, chosen: Chosen, place: Place, text: Text) -> dict[str, Any]:
+def describe_run(config: Config, chosen: Chosen, place: Place, tokenizer: Tokenizer, data: str) -> dict[str, Any]:
     """What each checkpoint says of the run. Values from the environment stand as their text, so that no secret is
     saved, and are known again by their digests."""
     machine = environment()
     return {
         "config": leaves(config) | chosen.unresolved,
         "from_environment": digests(config, chosen.unresolved),
-        "data": text.prepared.folder.name,
-        "tokenizer": {"name": text.tokenizer.name, "fingerprint": text.tokenizer.fingerprint},
+        "data": data,
+        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
         "versions": {"espalier": machine["espalier"], "python": machine["python"], **machine["packages"]},
         "ranks": place.world.ranks,
     }

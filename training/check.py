@@ -132,13 +132,23 @@ def _between(config: Config, world: World) -> Iterator[Problem]:
 def settle(config: Config, chosen: Chosen) -> World:
     """Resolves a composed config in place and checks it. Raises Refusal with every problem."""
     world = World.of(config)
+    adopted = _adopt(config, chosen)
     resolve(config, world, chosen)
-    problems = check(config, world)
+    problems = adopted + check(config, world)
     wrong = {problem.key for problem in problems}
     problems += [problem for problem in input_problems(config) if problem.key not in wrong]
     if problems:
         raise Refusal(problems)
     return world
+
+
+def _adopt(config: Config, chosen: Chosen) -> list[Problem]:
+    """What a run takes over from model.init_from."""
+    if config.model.init_from is None or config.eval_only:
+        return []
+    from training.huggingface import adopt_folder  # imports torch, which takes seconds
+
+    return adopt_folder(config, chosen.given)
 
 
 def describe(config: Config, chosen: Chosen | None = None) -> str:

@@ -167,6 +167,11 @@ class CheckpointConfig:
         "keys that may differ on a resume though they change the mathematics, such as [steps,optimizer.lr]",
         Changes.io,
     )
+    export_hf: bool = key(
+        False,
+        "write each permanent checkpoint for transformers too, in <out>/<name>/huggingface/step-...",
+        Changes.io,
+    )
     test_restore: TestRestore = key(
         TestRestore.auto,
         "save after step 1, load it back, compare bitwise and stop if it differs: always | never | auto (runs expected to last over an hour)",

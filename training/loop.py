@@ -11,6 +11,7 @@ from training.config import Config, TestRestore
 from training.data.batches import Batches
 from training.evaluation import Evaluation
 from training.faults import Stopped, StopRequest
+from training.huggingface import Exports
 from training.metrics.meters import Meters
 from training.metrics.writers import Writers
 from training.ranks import Ranks
@@ -38,6 +39,7 @@ class Run:
     meters: Meters
     writers: Writers
     checkpoints: Checkpoints
+    exports: Exports | None  # with checkpoint.export_hf
     evaluation: Evaluation
     stop: StopRequest
     status: Status
@@ -126,6 +128,8 @@ def save(run: Run, step: int, kind: str) -> Saved:
     run.writers.flush()
     saved = run.checkpoints.save(step, run.meters.tokens, run.meters.skipped, kind)
     run.status.checkpoint = step
+    if run.exports is not None and saved.permanent:
+        run.exports.write(saved)
     if run.ranks.rank == 0:
         run.status.write(State.running)
     return saved

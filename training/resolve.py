@@ -91,6 +91,7 @@ def _expand_home(config: Config) -> None:
         (config.checkpoint, "dir"),
         (config.checkpoint, "load"),
         (config.tokenizer, "file"),
+        (config.model, "init_from"),
         (config.data, "cache"),
     ):
         path = getattr(owner, name)

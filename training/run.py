@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from training.data.batches import BatchFailed
 from training.evaluation import Evaluation
 from training.faults import Stopped
 from training.folder import RunFolder, claim
+from training.huggingface import export_problem, load_folder
 from training.loop import Run, score, train
 from training.memory import OutOfMemory, is_out_of_memory, out_of_memory_report
 from training.metrics import writers
@@ -84,6 +86,8 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     began = time.perf_counter()
     text = read_text(config, place)
     refuse(check(config, place.world))  # again: some lengths are only known with the data
+    if config.checkpoint.export_hf and (why := export_problem(config.model)):
+        refuse([Problem("checkpoint.export_hf", True, why, "checkpoint.export_hf=false")])
     saved = open_folder(config, place, text)
     connect(config, place)
     saved = place.ranks.first(saved)  # another rank may have listed the folder too early
@@ -185,6 +189,9 @@ def go(run: Run, place: Place, began: float) -> Stopped | None:
     if saved is None and run.config.checkpoint.load is not None:
         saved, parts = find(run.config.checkpoint.load, place.ranks), run.config.checkpoint.load_parts
     steps_done = 0
+    if saved is None and run.config.model.init_from is not None:
+        load_folder(run.step.spread, Path(run.config.model.init_from))
+        place.console.say(f"starting from {run.config.model.init_from}")
     if saved is not None:
         run.checkpoints.restore(saved, parts)
         if parts is Load.all:

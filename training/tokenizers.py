@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -261,3 +262,56 @@ def _huggingface(config: TokenizerConfig) -> Tokenizer:
         reason = f"the vocabulary of {config.file} has none of {', '.join(ends)}"
         _refuse("tokenizer.end_of_text", config.end_of_text, reason, f"tokenizer.end_of_text=<token>: {instead}")
     return HuggingFace(content, vocabulary[end])
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> tuple[str, str]:
+    """A tokenizer.json of Hugging Face with the same ids, and the name of the token that ends a text in it."""
+    if isinstance(tokenizer, HuggingFace):
+        return tokenizer.content, str(tokenizer.rust.id_to_token(tokenizer.end_of_text))
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Rust
+
+    if isinstance(tokenizer, Tiktoken):
+        ranks, pattern = tokenizer.encoding._mergeable_ranks, tokenizer.encoding._pat_str
+        special = tokenizer.encoding._special_tokens
+    else:
+        ranks, pattern = {bytes([byte]): byte for byte in range(256)}, r"[\s\S]"
+        special = {END_OF_TEXT: tokenizer.end_of_text}
+    shown = _shown_bytes()
+    vocabulary = {"".join(map(shown.__getitem__, token)): rank for token, rank in ranks.items()}
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) > 1:
+            left, right = _last_merge(token, rank, ranks)
+            merges.append(("".join(map(shown.__getitem__, left)), "".join(map(shown.__getitem__, right))))
+    rust = Rust(models.BPE(vocabulary, merges, ignore_merges=isinstance(tokenizer, Tiktoken)))
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens(
+        [AddedToken(name, special=True) for name, _ in sorted(special.items(), key=lambda of: of[1])]
+    )
+    return rust.to_str(), END_OF_TEXT
+
+
+def _shown_bytes() -> dict[int, str]:
+    """The character that stands for each byte in files of byte-level BPE: as gpt2_ranks reads them."""
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+def _last_merge(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The two parts that a token is merged from: those that are left when only earlier merges are done."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [ranks.get(left + right, rank) for left, right in pairwise(parts)]
+        best = min(pairs)
+        if best >= rank:
+            break
+        place = pairs.index(best)
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    if len(parts) != 2:
+        raise ValueError(f"{token!r} is no merge of two tokens")
+    return parts[0], parts[1]
