@@ -106,12 +106,12 @@ def read_state(
     what is missing, too much or of another size."""
     family, made = family_of(config), pieces(config)
     named = {name if name.startswith((family.prefix, "lm_head.")) else f"{family.prefix}{name}": name for name in names}
-    wanted = {name for piece in made for name in piece.theirs}
+    expected = {name for piece in made for name in piece.theirs}
     buffers = {name for name in named if name.endswith(family.buffers)}
-    surplus = set(named) - wanted - buffers - ({"lm_head.weight"} if config.tied_head else set())
-    if wanted - set(named) or surplus:
+    surplus = set(named) - expected - buffers - ({"lm_head.weight"} if config.tied_head else set())
+    if expected - set(named) or surplus:
         raise ValueError(
-            f"the Hugging Face weights lack {sorted(wanted - set(named))} and have {sorted(surplus)} in addition"
+            f"the Hugging Face weights lack {sorted(expected - set(named))} and have {sorted(surplus)} in addition"
         )
     tables = [name for name in (family.token_table, "lm_head.weight") if name in named]
     if config.tied_head and len(tables) == 2 and not torch.equal(*(read(named[name]) for name in tables)):

@@ -4,6 +4,7 @@ python -m scripts.import_hf HuggingFaceTB/SmolLM2-135M name=smollm2
 """
 
 import argparse
+import os
 import re
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def run(words: argparse.Namespace) -> Path:
 def main() -> None:
     with refusing():
         folder = run(parse())
-        print(f"{folder}\n  continue: python train.py checkpoint.load={folder} model=... name=<another>")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"saved in {folder}\n  score: python train.py eval_only=true checkpoint.load={folder}")
 
 
 if __name__ == "__main__":

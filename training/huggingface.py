@@ -31,7 +31,6 @@ from training.tokenizers import Tokenizer, build, tokenizer_json
 from training.unresolved import to_write
 
 SHARD_BYTES = 5 * 10**9  # of one file, as transformers has it
-KEPT = TRAINING | {"init_from"}  # keys that a folder says nothing of
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def adopt_folder(config: Config, given: frozenset[str]) -> list[Problem]:
     now = flat(config.model)
     for key, value in flat(theirs).items():
         name = f"model.{key}"
-        if key in KEPT or now[key] == value:
+        if key in TRAINING or now[key] == value:
             continue
         if given & {"model", name}:
             reason = f"the model of {folder} has {show(value)}"
@@ -101,11 +100,13 @@ def load_folder(spread: Spread, folder: Path) -> None:
     """Fills a model with the weights of a folder, each rank its part. A collective; raises Refusal where they do not
     fit, WrongValues where they cannot be."""
     model = spread.model
-    own = {model.copies.get(name, name): parameter for name, parameter in model.named_parameters()}
+    left = {model.copies.get(name, name): parameter for name, parameter in model.named_parameters()}
     try:
         weights = Weights(folder)
-        for name, value in read_state(model.config, weights.files, weights.read, wanted=own):
-            fill(own[name], value)
+        for name, value in read_state(model.config, weights.files, weights.read, wanted=set(left)):
+            fill(left.pop(name), value)
+        if left:
+            raise ValueError(f"it has nothing for {', '.join(left)}")
     except (ValueError, OSError) as error:
         instead = "the folder of a whole model in safetensors, with the config.json it was saved with"
         raise Refusal([Problem("model.init_from", folder, str(error), instead)]) from error

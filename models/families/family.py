@@ -21,7 +21,7 @@ NEUTRAL = {
 }
 # Keys that act in training alone, which config.json is not about.
 TRAINING = frozenset(
-    {"dropout", "z_loss", "window_stages", "tokenizer", "init_std", "init_residual", "init_embedding_std"}
+    {"dropout", "z_loss", "window_stages", "tokenizer", "init_std", "init_residual", "init_embedding_std", "init_from"}
     | {"moe.balance", "moe.balance_weight", "moe.z_loss", "moe.capacity_factor"}
 )
 # Keys of one kind of scaling.
