@@ -22,6 +22,7 @@ SCORED_WITH = (
     "data.files",
     "data.field",
     "data.heldout",
+    "data.mask_documents",
     "sequence_length",
     "evals.tasks",
     "evals.heldout_tokens",

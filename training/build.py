@@ -21,6 +21,7 @@ from training.checkpoint.store import Store
 from training.config import Config, Debug, leaves
 from training.data.batches import Batches
 from training.data.order import Order
+from training.data.packing import packed
 from training.data.prepare import Prepared, prepare
 from training.evals.suite import Suite
 from training.evaluation import Evaluation
@@ -51,6 +52,8 @@ class Text:
 
     tokenizer: Tokenizer
     prepared: Prepared
+    apart: int | None
+    """The end-of-text token at which documents are kept apart; None where they are not."""
 
 
 def read_text(config: Config, place: Place) -> Text:
@@ -71,7 +74,7 @@ def read_text(config: Config, place: Place) -> Text:
     if problems:
         raise Refusal(problems)
     resolve_epochs(config, len(prepared.train))
-    return Text(tokenizer, prepared)
+    return Text(tokenizer, prepared, tokenizer.end_of_text if config.data.mask_documents else None)
 
 
 def spread_model(config: Config, place: Place, dtype: Dtype) -> Spread:
@@ -125,7 +128,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
     speed = speed_of(config, place, dtype, config.batch_sequences * config.sequence_length)
     suite = build_suite(config, place, text, spread)
     if config.micro_batch == "auto":
-        config.micro_batch = fit_micro_batch(config, place, step)
+        config.micro_batch = fit_micro_batch(config, place, step, text.apart)
         if problems := check(config, place.world):  # again, with the number of micro-batches
             raise Refusal(problems)
     assert isinstance(config.micro_batch, int)
@@ -161,22 +164,23 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         exports=Exports(place.folder.path / "huggingface", text.tokenizer, place.ranks)
         if config.checkpoint.export_hf
         else None,
-        evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check),
+        evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check, text.apart),
         stop=place.stop,
         status=place.status,
         agreement=Agreement(spread.model, place.mesh, step.optimizer) if config.debug is Debug.paranoid else None,
     )
 
 
-def fit_micro_batch(config: Config, place: Place, step: Step) -> int:
-    """The largest micro-batch of this model that fits on every rank."""
+def fit_micro_batch(config: Config, place: Place, step: Step, apart: int | None) -> int:
+    """The largest micro-batch of this model that fits on every rank. apart: as Text's."""
     assert config.sequence_length is not None and config.batch_sequences is not None
     length, sequences = config.sequence_length, config.batch_sequences // data_ranks(config)
 
     def probe(count: int) -> None:
         tokens = torch.zeros(count, length, dtype=torch.long, device=place.device)
         expect(step.spread, "trial micro-batches", (count, length), gradients=True)
-        step.backward([{"tokens": tokens, "labels": tokens.clone()}], tokens.numel())
+        inputs = {"tokens": tokens, "labels": tokens.clone()} | ({} if apart is None else packed(tokens, apart))
+        step.backward([inputs], tokens.numel())
         step.zero_grad()
 
     found = memory.largest_micro_batch(probe, sequences, place.device, place.world.ranks_per_host, place.ranks)
@@ -199,6 +203,7 @@ def build_batches(config: Config, place: Place, text: Text) -> Batches:
         ranks,
         place.device,
         data.prefetch,
+        text.apart,
     )
 
 

@@ -57,6 +57,10 @@ class DataConfig:
     )
     field: str = key("text", "files: the field of a .jsonl or .parquet file that holds the text")
     heldout: float = key(0.05, "share of the documents (of the files, for stdlib) kept for evaluation, chosen by hash")
+    mask_documents: bool = key(
+        False,
+        "documents that share a sequence are kept apart: no attention from one to another, positions count in each, and the first token of a document is not predicted from the one before",
+    )
     shuffle: Shuffle = key(
         Shuffle.full,
         "full | two_level (blocks of samples, then within a block: for data that is slow to jump in) | none",

@@ -11,6 +11,7 @@ from models.derive import derive
 from parallel.apply import Spread
 from parallel.compile import as_written
 from training.config import Config
+from training.data.packing import packed
 from training.data.prepare import Prepared
 from training.evals.baselines import baselines
 from training.evals.sample import generate
@@ -28,7 +29,8 @@ def sample(config: Config, spread: Spread, tokenizer: Tokenizer, device: torch.d
     prompt = [tokenizer.end_of_text, *tokenizer.encode(config.metrics.sample_prompt)]
 
     def logits(tokens: Tensor) -> Tensor:
-        return spread.forward(tokens=tokens)[..., : tokenizer.vocab_size]  # the model may have more
+        apart = packed(tokens, tokenizer.end_of_text) if config.data.mask_documents else {}
+        return spread.forward(tokens=tokens, **apart)[..., : tokenizer.vocab_size]  # the model may have more
 
     spread.model.eval()
     seed = derive(config.seed, "sample")

@@ -252,7 +252,9 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     suite = build_suite(config, place, text, spread)
     load_model(Store(saved.folder.parent, place.ranks), saved, spread)
     place.console.say(f"scoring {saved.folder}")
-    found = Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check).score(saved.step)
+    found = Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check, text.apart).score(
+        saved.step
+    )
     if place.rank == 0 and found:
         Jsonl(place.folder.path).scores(found)
         place.console.say(final_table(found, finish.references(config, text.prepared, text.tokenizer)))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from training.data.order import Order
+from training.data.packing import packed, without_seams
 from training.data.shards import Tokens
 
 
@@ -25,7 +26,8 @@ class Batch:
     step: int
     """Counted from 0: the steps done before it."""
     micro_batches: list[dict[str, torch.Tensor]]
-    """Each {"tokens", "labels"}: int64 [micro_batch, sequence_length]; labels are the tokens one place on."""
+    """Each {"tokens", "labels"}: int64 [micro_batch, sequence_length]; labels are the tokens one place on. With
+    documents kept apart also {"documents", "positions"} of packing.packed, and seams have no label."""
     predicted: int
     """Labels that count, on this rank."""
     digest: str
@@ -48,8 +50,10 @@ class Batches:
         data_ranks: int,
         device: torch.device,
         prefetch: int,
+        end_of_text: int | None = None,
     ) -> None:
-        """micro_batch: sequences; prefetch: steps made ready ahead. Raises ValueError if the batch does not divide."""
+        """micro_batch: sequences; prefetch: steps made ready ahead; end_of_text: given, documents are kept apart at it.
+        Raises ValueError if the batch does not divide."""
         if batch_sequences % (data_ranks * micro_batch):
             raise ValueError(f"{batch_sequences} sequences do not divide by {data_ranks} ranks x {micro_batch}")
         self.tokens = tokens
@@ -60,6 +64,7 @@ class Batches:
         self.first_row = data_rank * self.rows
         self.device = device
         self.prefetch = prefetch
+        self.end_of_text = end_of_text
         self.wait_seconds = 0.0
         """Time `iterate` has made its consumer wait."""
 
@@ -71,7 +76,7 @@ class Batches:
         """The batches from a step on, before which so many tokens were consumed, without end. They begin at a whole
         sample. A thread reads ahead; it ends when the iterator is closed. Raises BatchFailed."""
         reader = ThreadPoolExecutor(1, "batches")
-        ready: deque[Future[tuple[torch.Tensor, str]]] = deque()
+        ready: deque[Future[tuple[torch.Tensor, int, str]]] = deque()
         step, sample = first_step, -(-tokens_consumed // self.order.sequence_length)
         try:
             while True:
@@ -86,22 +91,23 @@ class Batches:
         finally:
             reader.shutdown(cancel_futures=True)
 
-    def _read(self, step: int, sample: int) -> tuple[torch.Tensor, str]:
+    def _read(self, step: int, sample: int) -> tuple[torch.Tensor, int, str]:
         """This rank's rows of the step beginning at a sample, int64 [rows, sequence_length + 1] on the CPU, pinned for
-        a GPU, and their digest."""
+        a GPU; how many labels of theirs count; and their digest."""
         first = sample + self.first_row
         try:
             samples = [self._sample(int(start)) for start in self.order.starts(np.arange(first, first + self.rows))]
         except Exception as error:
             raise BatchFailed(f"step {step}: {error}") from error
         rows = np.stack(samples)
+        seams = 0 if self.end_of_text is None else int((rows[:, :-1] == self.end_of_text).sum())
         digest = hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()
         tensor = torch.from_numpy(rows.astype(np.int64))
         if self.device.type == "cuda":
             # A new thread's current device is the first one, where pinning would make a context.
             torch.cuda.set_device(self.device)
             tensor = tensor.pin_memory()
-        return tensor, digest
+        return tensor, rows[:, 1:].size - seams, digest
 
     def _sample(self, start: int) -> np.ndarray:
         """sequence_length + 1 tokens from `start` on; the first token follows the last."""
@@ -112,10 +118,14 @@ class Batches:
             start, stop = 0, stop - len(self.tokens)
         return np.concatenate([*parts, self.tokens.read(start, stop)])
 
-    def _batch(self, step: int, read: tuple[torch.Tensor, str]) -> Batch:
+    def _batch(self, step: int, read: tuple[torch.Tensor, int, str]) -> Batch:
         """Copies to the device in one go, on the consumer's stream: what it launches next finds the tokens there."""
-        rows, digest = read
+        rows, predicted, digest = read
         rows = rows.to(self.device, non_blocking=True)
         parts = rows.split(self.micro_batch)
         micro_batches = [{"tokens": p[:, :-1].contiguous(), "labels": p[:, 1:].contiguous()} for p in parts]
-        return Batch(step, micro_batches, self.rows * self.order.sequence_length, digest)
+        if self.end_of_text is not None:
+            for inputs in micro_batches:
+                inputs["labels"] = without_seams(inputs["tokens"], inputs["labels"], self.end_of_text)
+                inputs |= packed(inputs["tokens"], self.end_of_text)
+        return Batch(step, micro_batches, predicted, digest)
