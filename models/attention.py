@@ -1,19 +1,14 @@
 """Causal self-attention. The kernel is behind one door, AttentionCore, a child without parameters."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import Attention as Kernel
 from models.config import ModelConfig, Position
+from models.kernels import KERNELS, OF_ANY_WIDTH, Scores, switch_to, widened
 from models.mix import Mix
 from models.norm import qk_norm
 from models.position import Rotation
 from models.roles import Role, Spec, specify
-from models.softcap import softcapped
 
 
 class AttentionCore(nn.Module):
@@ -28,9 +23,9 @@ class AttentionCore(nn.Module):
         softcap: float | None = None,
         window: int | None = None,
     ) -> None:
-        """scale: 1 / sqrt(head_dim) where None; softcap: see softcapped_attention; window: tokens that a token sees,
-        itself among them."""
+        """As models.kernels.Scores."""
         super().__init__()
+        switch_to(kernel)
         self.kernel, self.dropout = kernel, dropout
         self.scale, self.softcap, self.window = scale, softcap, window
 
@@ -38,75 +33,16 @@ class AttentionCore(nn.Module):
         """q, k, v: [batch, heads, seq, head_dim], k and v perhaps of fewer heads, v perhaps narrower; positions,
         documents: [batch, seq] or None. A token attends only to tokens of its own document. Returns [batch, heads, seq,
         width of v]."""
-        mask = None
-        if documents is not None or self.masks(k.shape[2]):
-            places = torch.arange(k.shape[2], device=k.device)
-            mask = visible(places, places, self.window, documents, documents)
-        return self.attend(q, k, v, mask)
+        return self.attend(q, k, v, documents)
 
-    def masks(self, length: int) -> bool:
-        """Whether the causal mask is not enough for a sequence of so many tokens."""
-        return self.softcap is not None or (self.window is not None and self.window < length)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """mask: what scaled_dot_product_attention takes; None: causal."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        """The same of the last queries of so many keys; documents: of the keys."""
         dropout = self.dropout if self.training else 0.0
-        if self.softcap is not None:
-            return softcapped_attention(q, k, v, mask, self.scale, self.softcap, dropout)
+        scores = Scores(self.scale, self.softcap, self.window, dropout)
         width = v.shape[-1]
-        if self.kernel is Kernel.flash:
+        if self.kernel not in OF_ANY_WIDTH:
             v = widened(v, q.shape[-1])
-        with self._backend():
-            attended = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        return attended[..., :width]
-
-    def _backend(self) -> AbstractContextManager[None]:
-        if self.kernel in (Kernel.auto, Kernel.sdpa):
-            return nullcontext()
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        backends = {
-            Kernel.flash: SDPBackend.FLASH_ATTENTION,
-            Kernel.efficient: SDPBackend.EFFICIENT_ATTENTION,
-            Kernel.cudnn: SDPBackend.CUDNN_ATTENTION,
-            Kernel.math: SDPBackend.MATH,
-        }
-        return sdpa_kernel(backends[self.kernel])
-
-
-def widened(v: Tensor, width: int) -> Tensor:
-    """Values with zeros behind them, for kernels that know one width only: they give as many zeros back."""
-    return v if v.shape[-1] == width else F.pad(v, (0, width - v.shape[-1]))
-
-
-def visible(
-    queries: Tensor,
-    keys: Tensor,
-    window: int | None,
-    of_queries: Tensor | None = None,
-    of_keys: Tensor | None = None,
-) -> Tensor:
-    """Which keys each query sees: bool [queries, keys], with documents [batch, 1, queries, keys]. queries, keys: places
-    in the sequence, [number]; of_queries, of_keys: their documents, [batch, number]."""
-    back = queries[:, None] - keys
-    seen = (back >= 0) if window is None else (back >= 0) & (back < window)
-    if of_queries is None or of_keys is None:
-        return seen
-    return seen & (of_queries[:, None, :, None] == of_keys[:, None, None, :])
-
-
-def softcapped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, cap: float, dropout: float
-) -> Tensor:
-    """Attention whose scores are bent into +- cap by tanh before the mask (Gemma Team 2024, Gemma 2), which no kernel
-    of scaled_dot_product_attention does. The square of scores is there whole."""
-    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    shares = softcapped(wide, cap).masked_fill(~mask, -torch.inf).softmax(-1).to(q.dtype)
-    return F.dropout(shares, dropout) @ v
+        return KERNELS[self.kernel](q, k, v, documents, scores)[..., :width]
 
 
 class Attention(nn.Module):

@@ -8,7 +8,8 @@ from models.schema import Changes, key
 
 
 class Attention(Enum):
-    """Kernels behind AttentionCore. All are torch's scaled_dot_product_attention; `sdpa` lets torch choose."""
+    """Kernels behind AttentionCore; models.backends says what each can do. From `sdpa` to `math` they are torch's
+    scaled_dot_product_attention; with `sdpa` it chooses among them."""
 
     auto = "auto"
     sdpa = "sdpa"
@@ -16,6 +17,11 @@ class Attention(Enum):
     efficient = "efficient"
     cudnn = "cudnn"
     math = "math"
+    flash2 = "flash2"
+    flash3 = "flash3"
+    flash4 = "flash4"
+    flex = "flex"
+    varlen = "varlen"
 
 
 class Score(Enum):
@@ -252,7 +258,9 @@ class ModelConfig:
     )
     init_embedding_std: float | None = key(None, "standard deviation of the embedding; null: init_std")
     attention: Attention = key(
-        Attention.auto, "kernel: auto | sdpa (torch chooses) | flash | efficient | cudnn | math", Changes.layout
+        Attention.auto,
+        "kernel: auto (by GPU: flash3, flash2 or sdpa) | sdpa (torch chooses) | flash | efficient | cudnn | math (sdpa's own) | flash2 (package flash-attn) | flash3 | flash4 (torch's switch) | flex | varlen",
+        Changes.layout,
     )
     tokenizer: str = key(
         "gpt2",

@@ -1,16 +1,14 @@
 """Context parallelism: ranks along `cp` share each sequence. Each has two pieces of it, and attention reaches over all
 ranks in one of three ways. torch's own context parallelism has no kernel for CPUs (seen on 2.11 and 2.15)."""
 
-from typing import Any
-
 import torch
 import torch.distributed._functional_collectives as collectives  # documented; has no public name. torch 2.11, 2.15
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.attention.bias import causal_lower_right
 
-from models.attention import AttentionCore, visible, widened
+from models.attention import AttentionCore
 from models.decoder import Decoder
+from models.kernels import widened
 from models.moe import WholeSequences
 from parallel.config import Context
 from parallel.ring import Ring
@@ -60,18 +58,9 @@ class GatheredCore(nn.Module):
         piece, attended = q.shape[2] // 2, []
         for own, place in zip(q.split(piece, dim=2), share.pieces, strict=True):
             end = (place + 1) * piece
-            mask = self._mask(own, place * piece, end, documents)
-            attended.append(self.core.attend(own, k[:, :, :end], v[:, :, :end], mask))
+            of_keys = None if documents is None else documents[:, :end]
+            attended.append(self.core.attend(own, k[:, :, :end], v[:, :, :end], of_keys))
         return torch.cat(attended, dim=2)
-
-    def _mask(self, q: Tensor, start: int, end: int, documents: Tensor | None) -> Any:
-        """Of queries from start to end against all keys until there."""
-        if documents is None and q.is_cuda and not self.core.masks(end):
-            return causal_lower_right(end - start, end)  # has kernels of its own. Not yet run on a GPU
-        places = torch.arange(end, device=q.device)
-        of_keys = None if documents is None else documents[:, :end]
-        of_queries = None if documents is None else documents[:, start:end]
-        return visible(places[start:], places, self.core.window, of_queries, of_keys)
 
 
 class UlyssesCore(nn.Module):

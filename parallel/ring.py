@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.attention import visible
+from models.kernels import visible
 from parallel.sequence import SequenceShare
 
 _aten = torch.ops.aten

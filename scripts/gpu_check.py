@@ -1,7 +1,7 @@
 """What only a GPU can show: that what is compiled, recomputed, offloaded or in bf16 trains there as the plain model
 does, and how fast and in how much memory:
 
-python -m scripts.gpu_check [dense | moe] [--minutes 8] [--device cuda] [--small]
+python -m scripts.gpu_check [dense | moe | models] [--minutes 8] [--device cuda] [--small]
 
 dense: the first table has each variant's largest difference in loss and gradient norm over a few steps from eager
 float32 on one device. The second has tokens per second, MFU and peak memory of GPT-2 124M and of a billion parameters.
@@ -9,6 +9,8 @@ float32 on one device. The second has tokens per second, MFU and peak memory of 
 moe: the first table has the difference of torch's grouped product of experts to a loop over them, with an expert
 without tokens, and its time over the loop's, forward and backward. The second has the speed of a model of 3.1 billion
 parameters, 1.1 of which a token meets; it needs 70 GB.
+
+models: the table of scripts.check_kernels, which compares each kernel of attention that there is with the formula.
 
 A variant that would begin after the minutes are over is left out, and named. Exit code 1 where a variant differs, 2
 where there is no such device.
@@ -24,7 +26,7 @@ import torch
 
 from models.flops import flops_per_token
 from parallel.precision import settle as settle_precision
-from scripts import grouped_products
+from scripts import check_kernels, grouped_products
 from training.build import speed_of, spread_model
 from training.check import settle
 from training.compose import compose, refusing
@@ -64,7 +66,7 @@ MOE_SPEEDS = [
     "compile=block activations=full",
 ]
 PARITY_STEPS, WARMUP, MEASURED = 5, 3, 10
-MINUTES = {"dense": 8.0, "moe": 4.0}
+MINUTES = {"dense": 8.0, "moe": 4.0, "models": 5.0}
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Sizes:
     speed: dict[str, str]
     moe_speed: dict[str, str]
     products: list[grouped_products.Sizes]
+    attention: check_kernels.Sizes
 
 
 FULL = Sizes(
@@ -90,6 +93,7 @@ FULL = Sizes(
         "batch_sequences=8 micro_batch=4",
     },
     [grouped_products.Sizes(65536, 2048, 1024, 32), grouped_products.Sizes(16384, 2048, 8192, 8)],
+    check_kernels.Sizes(),
 )
 SMALL = Sizes(
     "model.layers=2 model.dim=32 model.context=16 batch_sequences=4 micro_batch=2",
@@ -99,6 +103,7 @@ SMALL = Sizes(
         "batch_sequences=4 micro_batch=2"
     },
     [grouped_products.Sizes(64, 32, 16, 4)],
+    check_kernels.Sizes(tokens=64, head_dim=16),
 )
 
 
@@ -246,6 +251,15 @@ def moe(sizes: Sizes, device: str, deadline: float) -> bool:
     return good
 
 
+def models(sizes: Sizes, device: str, deadline: float) -> bool:
+    """Whether all kernels of attention are within their bounds."""
+    rows, good, left_out = check_kernels.check(sizes.attention, torch.device(device), deadline)
+    say(table([["against the formula in float64", "", "result", "gradients", "documents", ""]], rows))
+    if left_out:
+        say(f"no time for {len(left_out)}: " + "; ".join(left_out))
+    return good
+
+
 def speeds(models: dict[str, str], variants: list[str], device: str, deadline: float, left_out: list[str]) -> None:
     """left_out: what there was no time for before."""
     rows = []
@@ -282,7 +296,9 @@ def main(arguments: list[str]) -> int:
     name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
     say(f"torch {torch.__version__} on {name}")
     with refusing():
-        good = {"dense": dense, "moe": moe}[given.what](sizes, given.device, perf_counter() + 60 * minutes)
+        good = {"dense": dense, "moe": moe, "models": models}[given.what](
+            sizes, given.device, perf_counter() + 60 * minutes
+        )
     return 0 if good else 1
 
 

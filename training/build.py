@@ -1,6 +1,6 @@
 """Everything that takes part in the steps, built from the config in the order in which things depend on each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from parallel.recomputation import told
 from training import memory
 from training.advice import Device, advice
 from training.agreement import Agreement
+from training.attention import attention_of
 from training.bubble import bubble_told
 from training.check import check, describe
 from training.checkpoint.contents import Checkpoints
@@ -78,8 +79,9 @@ def read_text(config: Config, place: Place) -> Text:
 
 
 def spread_model(config: Config, place: Place, dtype: Dtype) -> Spread:
+    kernel, _ = attention_of(config, place.device, dtype)
     spread = parallelize(
-        config.model,
+        replace(config.model, attention=kernel),
         place.mesh,
         config.parallel,
         dtype,
@@ -267,6 +269,8 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
     say(f"run {place.folder.path}: {count}, {dtype.name}, compile {compiled}")
     assert config.sequence_length is not None
     say(f"  activations: {told(config.activations, config.model, config.sequence_length)}")
+    kernel, why = attention_of(config, place.device, dtype)
+    say(f"  attention: {kernel.name} ({why})")
     say(f"  on {place.world.ranks} x {name}: {layout}; micro_batch {config.micro_batch}")
     for line in (stages_table(config, dtype) + bubble_told(config, place.world, place.device.type)).splitlines():
         say(f"  {line}")

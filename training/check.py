@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
-from models.config import Attention, Balance, Latent, ModelConfig, MoE, Position, QKNorm, RotaryScaling
+from models.config import Balance, Latent, ModelConfig, MoE, Position, QKNorm, RotaryScaling
 from parallel.config import Compress, Dtype
+from training.check_attention import attention_rules
 from training.check_layout import activations_rules, batches_around, compile_rules, parallel_rules, sizes_near
 from training.config import Config, DataKind, Load, OptimizerConfig, ScheduleKind, TokenizerKind, leaves, nested
 from training.inputs import input_problems
@@ -118,6 +119,7 @@ def _between(config: Config, world: World) -> Iterator[Problem]:
         _model,
         _latent,
         _multitoken,
+        attention_rules,
         _experts,
         _schedule_units,
         _checkpoint,
@@ -280,19 +282,6 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
     if needed is not None and model.vocab_size is not None and model.vocab_size < needed:
         reason = f"the tokenizer {config.tokenizer.kind.name} has {needed} tokens"
         yield Problem("model.vocab_size", model.vocab_size, reason, "model.vocab_size=null")
-    kernel, device = model.attention, config.hardware.device
-    if model.attention_softcap is not None and kernel not in (Attention.auto, Attention.sdpa):
-        reason = f"no kernel of scaled_dot_product_attention bends scores, and model.attention is {kernel.name}"
-        yield Problem("model.attention_softcap", model.attention_softcap, reason, "model.attention=auto")
-    if kernel in (Attention.efficient, Attention.cudnn) and device == "cpu":
-        yield Problem("model.attention", kernel.name, "needs a GPU, and hardware.device is cpu", "model.attention=auto")
-    if (
-        kernel in (Attention.flash, Attention.cudnn)
-        and device == "cuda"
-        and config.precision.dtype in (Dtype.fp32, Dtype.tf32, Dtype.fp64)
-    ):
-        reason = f"computes in bf16 on a GPU, and precision.dtype is {config.precision.dtype.name}"
-        yield Problem("model.attention", kernel.name, reason, "model.attention=auto, or precision=bf16")
 
 
 def _latent(config: Config, world: World) -> Iterator[Problem]:

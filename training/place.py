@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.config import Compress, Scope
 from parallel.mesh import build_mesh, launched, start_process_group
+from training.attention import machine_rules
 from training.check_layout import compiled_rules
 from training.config import Config
 from training.devices import card_of, mixed_devices
@@ -84,6 +85,8 @@ def find_place(config: Config, world: World) -> Place:
             raise Refusal(
                 [Problem("parallel.schedule", name, reason, "parallel.schedule=interleaved_1f1b, or torch 2.15")]
             )
+    if problems := list(machine_rules(config, device)):
+        raise Refusal(problems)
     if config.compile.scope is Scope.auto and device.type == "cuda" and (problems := list(compiled_rules(config))):
         raise Refusal(problems)
     if config.compile.scope in (Scope.block, Scope.model) and device.type == "cpu":

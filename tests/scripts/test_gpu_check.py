@@ -40,6 +40,14 @@ def test_an_expert_has_no_rows_and_others_have_all() -> None:
     assert counts[0] == 0 and counts.sum() == 100 and len(counts) == 4 and len(counts[1:].unique()) > 1
 
 
+def test_kernels_of_a_cpu_are_the_formula() -> None:
+    done = run("models", "--device", "cpu", "--small")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "DIFFERS" not in done.stdout and "MIXED" not in done.stdout and "apart" in done.stdout
+    for kernel in ("sdpa fp32", "math bf16", "flash fp32", "flash2: left out"):
+        assert kernel in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_variant_trains_as_the_plain_model_does() -> None:

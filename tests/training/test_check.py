@@ -218,6 +218,56 @@ def test_kernels_and_devices() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kernel", "device", "values", "reason", "instead"),
+    [
+        ("flash2", "cpu", {}, "does not train on a CPU", "auto"),
+        ("flex", "cpu", {}, "does not train on a CPU", "auto"),
+        ("flash", "cpu", {"model__dropout": 0.1}, "drops nothing (model.dropout) on a CPU", "auto"),
+        ("math", "cpu", {"model__attention_softcap": 20.0}, "bends no scores (model.attention_softcap)", "auto"),
+        ("flash", "cuda", {"data__mask_documents": True}, "keeps no documents apart (data.mask_documents)", "auto"),
+        ("flash", "cuda", {"model__window": 8}, "has no window (model.window)", "auto"),
+        (
+            "efficient",
+            "cuda",
+            {"precision__dtype": "fp64", "precision__reduce_dtype": "fp64"},
+            "does not compute in float64",
+            "precision=bf16",
+        ),
+        ("flash3", "cuda", {"model__attention_softcap": 20.0}, "bends no scores", "auto"),
+        ("flash4", "cuda", {"model__window": 8}, "has no window", "auto"),
+        ("varlen", "cuda", {"precision__dtype": "fp32"}, "does not compute in float32", "precision=bf16"),
+        ("flex", "cuda", {"model__dropout": 0.1}, "drops nothing", "auto"),
+        (
+            "flash2",
+            "cuda",
+            {"model__dropout": 0.1, "model__attention_softcap": 20.0},
+            "drops nothing where it bends scores",
+            "auto",
+        ),
+    ],
+)
+def test_a_kernel_that_cannot_is_refused_by_name(
+    kernel: str, device: str, values: dict[str, Any], reason: str, instead: str
+) -> None:
+    """And not with `auto`, nor where what it lacks is not asked for."""
+    found = problems(model__attention=kernel, hardware__device=device, **values)
+    assert set(found) == {"model.attention"}
+    problem = found["model.attention"]
+    assert problem.value == kernel and reason in problem.reason and instead in problem.instead
+    assert problems(hardware__device=device, **values) == {}
+    if "train" not in reason:
+        assert problems(model__attention=kernel, hardware__device=device) == {}
+
+
+def test_the_ring_has_no_masks_on_a_gpu() -> None:
+    ring = {"parallel__cp": 2, "parallel__context": "ring", "parallel__dp_shard": -1}
+    for more in ({"data__mask_documents": True}, {"model__window": 8}):
+        assert set(problems(World(2, 2), "fsdp2", hardware__device="cuda", **ring, **more)) == {"parallel.context"}
+        assert problems(World(2, 2), "fsdp2", hardware__device="cpu", **ring, **more) == {}
+    assert problems(World(2, 2), "fsdp2", hardware__device="cuda", **ring) == {}
+
+
+@pytest.mark.parametrize(
     ("strategy", "degrees", "world", "key", "instead"),
     [
         ("single", {}, World(4, 4), "parallel", "parallel=fsdp2 or parallel=ddp"),
