@@ -55,6 +55,9 @@ BACKENDS = {
         "`uv pip install flash-attn-4`",
     ),
     Attention.flex: Backend(CUDA, CUDA, CUDA, CUDA, NOWHERE, CUDA, NOWHERE),
+    Attention.xformers: Backend(
+        CUDA, NOWHERE, CUDA, NOWHERE, CUDA, CUDA, NOWHERE, (), "xformers", "`uv sync --extra xformers`"
+    ),
     Attention.varlen: Backend(CUDA, CUDA, CUDA, NOWHERE, NOWHERE, NOWHERE, NOWHERE, AMPERE),
 }
 

@@ -22,6 +22,7 @@ class Attention(Enum):
     flash4 = "flash4"
     flex = "flex"
     varlen = "varlen"
+    xformers = "xformers"
 
 
 class Score(Enum):
@@ -259,7 +260,7 @@ class ModelConfig:
     init_embedding_std: float | None = key(None, "standard deviation of the embedding; null: init_std")
     attention: Attention = key(
         Attention.auto,
-        "kernel: auto (by GPU: flash3, flash2 or sdpa) | sdpa (torch chooses) | flash | efficient | cudnn | math (sdpa's own) | flash2 (package flash-attn) | flash3 | flash4 (torch's switch) | flex | varlen",
+        "kernel: auto (by GPU: flash3, flash2 or sdpa) | sdpa (torch chooses) | flash | efficient | cudnn | math (sdpa's own) | flash2 (package flash-attn) | flash3 | flash4 (torch's switch) | flex | varlen | xformers (package)",
         Changes.layout,
     )
     tokenizer: str = key(

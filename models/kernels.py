@@ -213,6 +213,23 @@ def _takes_groups() -> bool:
     return "enable_gqa" in signature(varlen_attn).parameters
 
 
+# ---- kernels of other packages
+
+
+def memory_efficient(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: Scores) -> Tensor:
+    """Of the package xformers (Lefaudeux et al. 2022). Its documents would have to be known on the host."""
+    from xformers.ops import memory_efficient_attention
+    from xformers.ops.fmha.attn_bias import LowerTriangularFromBottomRightMask
+
+    assert documents is None and scores.softcap is None
+    mask = LowerTriangularFromBottomRightMask()
+    if scores.window is not None:
+        mask = mask.make_local_attention(scores.window)
+    parts = (part.transpose(1, 2) for part in (q, _repeated(k, q.shape[1]), _repeated(v, q.shape[1])))
+    attended: Tensor = memory_efficient_attention(*parts, attn_bias=mask, p=scores.dropout, scale=scores.scale)
+    return attended.transpose(1, 2)
+
+
 # ---- kernels that are compiled from what they shall do
 
 
@@ -255,4 +272,5 @@ KERNELS: dict[Attention, Kernel] = {name: partial(sdpa, name) for name in OF_SDP
     Attention.flash4: varlen,
     Attention.flex: flex,
     Attention.varlen: varlen,
+    Attention.xformers: memory_efficient,
 }

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # has an operator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -24,6 +25,7 @@ ATTENTION = [  # the fused kernels: output and log-sum-exp
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
     torch.ops.espalier.ring_attention.default,
 ]
 REDUCE_SCATTERS = [_collectives.reduce_scatter_tensor.default]  # tensor parallelism's: not communicated again

@@ -6,6 +6,8 @@ from models.config import Attention, ModelConfig
 from models.flops import block_flops_per_token, flops_per_token, parameters
 from parallel.config import ActivationsConfig, ParallelConfig, Recompute, experts_apart
 
+# Kernels that are no single operation which backward could be given the result of.
+NOT_KEPT = (Attention.math, Attention.flash2, Attention.flex, Attention.xformers)
 SELECTIVE_FROM = 1_000_000_000  # parameters
 
 
@@ -41,8 +43,8 @@ def recomputed_flops_per_token(config: ActivationsConfig, model: ModelConfig, se
     `flops_per_token`; None where torch chooses (budget).
 
     full, every_n: 2 per weight of the block, without its last matrix product, whose result no gradient needs (with
-    dropout it lies on the way to the mask); attention is kept, unless its kernel is `math`, which is no single
-    operation. segments: 2 per weight and 4 x dim x sequence_length for attention, without the last product of each.
+    dropout it lies on the way to the mask); attention is kept, unless its kernel is one of
+    NOT_KEPT. segments: 2 per weight and 4 x dim x sequence_length for attention, without the last product of each.
     selective and offload: none.
     """
     mode = settled(config, model)
@@ -57,7 +59,7 @@ def recomputed_flops_per_token(config: ActivationsConfig, model: ModelConfig, se
     for layer in layers:
         products, attention, last = block_flops_per_token(model, sequence_length, layer)
         again += products - (last if layer in ends and model.dropout == 0 else 0.0)
-        again += attention if segments or model.attention is Attention.math else 0.0
+        again += attention if segments or model.attention in NOT_KEPT else 0.0
     return again
 
 

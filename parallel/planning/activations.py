@@ -6,11 +6,11 @@ to each dtype. All are bytes for one token on one of `tp` ranks. parallel: the l
 
 from itertools import pairwise
 
-from models.config import Attention, Balance, ModelConfig
+from models.config import Balance, ModelConfig
 from parallel.config import ActivationsConfig, Context, Dtype, ParallelConfig, Recompute
 from parallel.planning.layout import BYTES, INDEX_BYTES
 from parallel.planning.stages import Order, Stage
-from parallel.recomputation import keeps_nothing, recomputed_layers, segment_borders, settled
+from parallel.recomputation import NOT_KEPT, keeps_nothing, recomputed_layers, segment_borders, settled
 
 ALONE = ParallelConfig()
 
@@ -88,7 +88,7 @@ def recomputed_block_bytes(
     kept = stream_bytes(model, compute, tp)
     if keeps_nothing(model, parallel):
         return kept
-    kept += _attention_bytes(model, compute, tp) if model.attention is not Attention.math else 0
+    kept += _attention_bytes(model, compute, tp) if model.attention not in NOT_KEPT else 0
     kept += 2 * dim * width / tp if tp > 1 else 0
     if selective:
         kept += _projected(model) * width / tp + dim * width

@@ -128,6 +128,36 @@ def test_varlen_is_called_for_what_is_meant(monkeypatch: pytest.MonkeyPatch, que
     assert largest_difference(found, by_formula(*parts, documents, scores)) < 1e-12
 
 
+@pytest.mark.parametrize("case", ["causal", "scale", "window"])
+@pytest.mark.parametrize("queries", [KEYS, 4])
+def test_xformers_is_called_for_what_is_meant(monkeypatch: pytest.MonkeyPatch, queries: int, case: str) -> None:
+    """Its mask: aligned at the end, of so many keys with the query's own."""
+
+    class Mask:
+        window: int | None = None
+
+        def make_local_attention(self, window: int) -> "Mask":
+            local = Mask()
+            local.window = window
+            return local
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, attn_bias: Mask, p: float, scale: float | None) -> Tensor:
+        assert p == 0.0 and q.shape[2] == k.shape[2]
+        q, k, v = q.transpose(1, 2), k[:, :, ::2].transpose(1, 2), v[:, :, ::2].transpose(1, 2)
+        return by_formula(q, k, v, None, Scores(scale, None, attn_bias.window, p)).transpose(1, 2)
+
+    modules: dict[str, Any] = {name: ModuleType(name) for name in ("xformers", "xformers.ops", "xformers.ops.fmha")}
+    modules["xformers.ops"].memory_efficient_attention = attention
+    bias: Any = ModuleType("xformers.ops.fmha.attn_bias")
+    bias.LowerTriangularFromBottomRightMask = Mask
+    for name, module in (modules | {"xformers.ops.fmha.attn_bias": bias}).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    documents, scores = CASES[case]
+    q, k, v = heads_of(queries)
+    found = KERNELS[Attention.xformers](q, k, v, documents, scores)
+    assert largest_difference(found, by_formula(q, k, v, documents, scores)) < 1e-12
+
+
 def test_borders_of_documents() -> None:
     whole = borders(2, KEYS, KEYS, DOCUMENTS, torch.device("cpu"))
     assert whole.keys.tolist() == [0, 3, 8, 11, 20, 21, 22] and whole.queries is whole.keys
