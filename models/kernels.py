@@ -32,10 +32,16 @@ class Scores(NamedTuple):
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
 
 
+END_TO_END = (Attention.flash2, Attention.flash3, Attention.flash4, Attention.varlen)
+
+
 def switch_to(name: Attention) -> None:
-    """FlashAttention 3 and 4 take the place of torch's own for the whole process, until another kernel is asked for."""
+    """Makes the process ready for a kernel. FlashAttention 3 and 4 take the place of torch's own in all of it, until
+    another kernel is asked for."""
     from torch.nn import attention
 
+    if name in END_TO_END:
+        torch.compiler.config.capture_dynamic_output_shape_ops = True  # graphs may count documents
     implementation = {Attention.flash3: "FA3", Attention.flash4: "FA4"}.get(name)
     if attention.current_flash_attention_impl() == implementation:
         return

@@ -32,7 +32,7 @@ def heads_of(queries: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
     """Four heads of queries, two of keys and values."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(2, heads, tokens, 8) for heads, tokens in ((4, queries), (2, KEYS), (2, KEYS))]
-    q, k, v = (torch.randn(size, generator=generator, dtype=dtype) for size in sizes)
+    q, k, v = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
     return q, k, v
 
 
@@ -78,7 +78,7 @@ def laid_out(q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor, of_keys: Tenso
         for query in range(begin, end):
             own = last - end + query
             seen = slice(first if scores.window is None else max(first, own - scores.window + 1), own + 1)
-            keys, values = (part[seen].repeat_interleave(2, dim=1) for part in (k, v))
+            keys, values = (part[seen].repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
             products = torch.einsum("hd,khd->hk", q[query], keys) * (scores.scale or 1 / math.sqrt(q.shape[-1]))
             if scores.softcap is not None:
                 products = scores.softcap * (products / scores.softcap).tanh()
@@ -118,10 +118,19 @@ def test_flash_attn_is_called_for_what_is_meant(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("case", [case for case in CASES if "soft-cap" not in case])
 @pytest.mark.parametrize("queries", [KEYS, 4])
-def test_varlen_is_called_for_what_is_meant(monkeypatch: pytest.MonkeyPatch, queries: int, case: str) -> None:
+@pytest.mark.parametrize("groups", [False, True])
+def test_varlen_is_called_for_what_is_meant(
+    monkeypatch: pytest.MonkeyPatch, groups: bool, queries: int, case: str
+) -> None:
+    """Of a torch whose varlen_attn knows fewer heads of keys, and of one that does not."""
     from torch.nn.attention import varlen
 
-    monkeypatch.setattr(varlen, "varlen_attn", end_to_end)
+    def attend(q: Tensor, k: Tensor, *others: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+        assert enable_gqa == (q.shape[1] != k.shape[1]) == groups
+        return end_to_end(q, k, *others, **options)
+
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    monkeypatch.setattr("models.kernels._takes_groups", lambda: groups)
     documents, scores = CASES[case]
     parts = heads_of(queries)
     found = KERNELS[Attention.varlen](*parts, documents, scores)

@@ -124,7 +124,8 @@ def wrong(config: Config, step: WatchedStep, bits: bool) -> list[str]:
 
 
 def config(overrides: str, ranks: int, model: dict[str, Any]) -> Config:
-    found = config_of(Case(layout(ranks, overrides), 3, Training("untied for tp", "sgd", "fp64")))
+    base = "experts for ep" if "moe" in model else "untied for tp"
+    found = config_of(Case(layout(ranks, overrides), 3, Training(base, "sgd", "fp64")))
     return replace(found, model=replace(found.model, **model))
 
 
