@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from models.config import Attention
 from models.softcap import softcapped
@@ -32,6 +33,8 @@ class Scores(NamedTuple):
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
 
 
+# Whether varlen_attn knows fewer heads of keys and values: not on torch 2.11.
+VARLEN_TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 END_TO_END = (Attention.flash2, Attention.flash3, Attention.flash4, Attention.varlen)
 
 
@@ -196,12 +199,11 @@ def flash2(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: Sc
 def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: Scores) -> Tensor:
     """torch.nn.attention.varlen, on the FlashAttention that torch has been switched to (see switch_to)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.varlen import varlen_attn
 
     of = borders(q.shape[0], q.shape[2], k.shape[2], documents, q.device)
     options: dict[str, Any] = {"scale": scores.scale, "window_size": (_back(scores.window), 0)}
     if q.shape[1] != k.shape[1]:
-        if _takes_groups():
+        if VARLEN_TAKES_GROUPS:
             options["enable_gqa"] = True
         else:
             k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
@@ -209,14 +211,6 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: Sc
         attended = varlen_attn(*_end_to_end(q, k, v), of.queries, of.keys, q.shape[2], k.shape[2], **options)
     assert isinstance(attended, Tensor)
     return attended.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
-
-
-@cache
-def _takes_groups() -> bool:
-    """Whether this torch's varlen_attn knows fewer heads of keys and values: not on 2.11."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 # ---- kernels of other packages

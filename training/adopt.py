@@ -55,9 +55,7 @@ def adopt(config: Config, saved: Saved, given: frozenset[str]) -> list[Problem]:
     adopted = [
         key
         for key in theirs
-        if key.startswith(SCORED_WITH)
-        and not (unscored and key.startswith("evals."))
-        and not {key, key.partition(".")[0]} & given
+        if key.startswith(SCORED_WITH) and not (unscored and key.startswith("evals.")) and not is_given(key, given)
     ]
     problems = []
     for key in adopted:
@@ -75,6 +73,11 @@ def adopt(config: Config, saved: Saved, given: frozenset[str]) -> list[Problem]:
         for key in adopted
         if key in known and not is_same(now[key], known[key])
     ]
+
+
+def is_given(key: str, given: frozenset[str]) -> bool:
+    """By itself or with its group; but no preset of data says whether documents are kept apart."""
+    return key in given or (key != "data.mask_documents" and key.partition(".")[0] in given)
 
 
 def from_environment(texts: dict[str, Any], key: str) -> Any:

@@ -6,7 +6,7 @@ import torch
 
 from models.backends import BACKENDS, absent, choose
 from models.config import Attention
-from parallel.config import Dtype
+from parallel.config import Context, Dtype
 from parallel.precision import computes_bf16
 from training.check_attention import asked_by, device_rules
 from training.config import Config
@@ -18,6 +18,8 @@ def attention_of(config: Config, device: torch.device, dtype: Dtype) -> tuple[At
     named = config.model.attention
     if named is not Attention.auto:
         return named, "model.attention"
+    if config.parallel.cp > 1 and config.parallel.context is Context.ring:
+        return Attention.sdpa, "parallel.context=ring has a kernel of its own"
     return choose(asked_by(config, dtype), device.type, _capability(device))
 
 

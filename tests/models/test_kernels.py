@@ -123,14 +123,13 @@ def test_varlen_is_called_for_what_is_meant(
     monkeypatch: pytest.MonkeyPatch, groups: bool, queries: int, case: str
 ) -> None:
     """Of a torch whose varlen_attn knows fewer heads of keys, and of one that does not."""
-    from torch.nn.attention import varlen
 
     def attend(q: Tensor, k: Tensor, *others: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
         assert enable_gqa == (q.shape[1] != k.shape[1]) == groups
         return end_to_end(q, k, *others, **options)
 
-    monkeypatch.setattr(varlen, "varlen_attn", attend)
-    monkeypatch.setattr("models.kernels._takes_groups", lambda: groups)
+    monkeypatch.setattr("models.kernels.varlen_attn", attend)
+    monkeypatch.setattr("models.kernels.VARLEN_TAKES_GROUPS", groups)
     documents, scores = CASES[case]
     parts = heads_of(queries)
     found = KERNELS[Attention.varlen](*parts, documents, scores)

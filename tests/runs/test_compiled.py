@@ -149,7 +149,7 @@ def other_kernel(step: int) -> None:
         nonlocal steps
         steps += 1
         block: Any = self.spread.model.blocks["0"]
-        block.attention.core.kernel = Attention.sdpa if steps == step else Attention.auto
+        block.attention.core.kernel = Attention.auto if steps == step else Attention.sdpa
         return real(self, *args)
 
     put(Step, "backward", backward)
