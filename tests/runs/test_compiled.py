@@ -138,9 +138,8 @@ def test_one_graph_for_all_shapes(runs: Runs, tmp_path: Path) -> None:
     assert recompiles(runs, "dynamic") == [0] * 20
 
 
-def other_kernel(step: int) -> None:
+def other_scale(step: int) -> None:
     """In this step the first block has another value of an attribute that its graph relies on; it means the same."""
-    from models.config import Attention
     from training.step import Step
 
     real, steps = Step.backward, 0
@@ -149,17 +148,17 @@ def other_kernel(step: int) -> None:
         nonlocal steps
         steps += 1
         block: Any = self.spread.model.blocks["0"]
-        block.attention.core.kernel = Attention.auto if steps == step else Attention.sdpa
+        block.attention.core.scale = block.attention.head_dim**-0.5 if steps == step else None
         return real(self, *args)
 
     put(Step, "backward", backward)
 
 
 def test_a_known_shape_that_is_compiled_again_is_a_warning(runs: Runs, tmp_path: Path) -> None:
-    meddling = partial(graphs, tmp_path / "graphs.jsonl"), partial(other_kernel, 7)
+    meddling = partial(graphs, tmp_path / "graphs.jsonl"), partial(other_scale, 7)
     said = runs.finish("again", f"{RUN} {MICRO} compile=block", *meddling)
     (warning,) = lines(said, "warning")
-    assert "for micro-batches [2, 32]: " in warning and "kernel" in warning
+    assert "for micro-batches [2, 32]: " in warning and "scale" in warning
     assert recompiles(runs, "again") == [0] * 6 + [1] * 14
 
 
