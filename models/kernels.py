@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from models.config import Attention
 from models.softcap import softcapped
@@ -33,8 +32,6 @@ class Scores(NamedTuple):
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
 
 
-# Whether varlen_attn knows fewer heads of keys and values: not on torch 2.11.
-VARLEN_TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 END_TO_END = (Attention.flash2, Attention.flash3, Attention.flash4, Attention.varlen)
 
 
@@ -199,11 +196,12 @@ def flash2(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: Sc
 def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: Scores) -> Tensor:
     """torch.nn.attention.varlen, on the FlashAttention that torch has been switched to (see switch_to)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
     of = borders(q.shape[0], q.shape[2], k.shape[2], documents, q.device)
     options: dict[str, Any] = {"scale": scores.scale, "window_size": (_back(scores.window), 0)}
     if q.shape[1] != k.shape[1]:
-        if VARLEN_TAKES_GROUPS:
+        if "enable_gqa" in signature(varlen_attn).parameters:  # not on torch 2.11
             options["enable_gqa"] = True
         else:
             k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])

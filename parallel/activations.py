@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # has an operator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from models.config import Attention
 from models.decoder import Block, Decoder, Stream, Values, Walk
 from parallel import ring  # noqa: F401 (has the operator)
 from parallel.config import ActivationsConfig, Recompute
@@ -25,7 +25,6 @@ ATTENTION = [  # the fused kernels: output and log-sum-exp
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
     torch.ops.espalier.ring_attention.default,
 ]
 REDUCE_SCATTERS = [_collectives.reduce_scatter_tensor.default]  # tensor parallelism's: not communicated again
@@ -38,7 +37,9 @@ def keep_activations(model: Decoder, config: ActivationsConfig, device: torch.de
     can keep nothing of what is computed again there."""
     mode = settled(config, model.config)
     options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0}
-    kept = ATTENTION + REDUCE_SCATTERS + (PRODUCTS if mode is Recompute.selective else [])
+    kept: list[Any] = (
+        attention_of(model.config.attention) + REDUCE_SCATTERS + (PRODUCTS if mode is Recompute.selective else [])
+    )
     keeping = {} if apart else {"context_fn": partial(create_selective_checkpoint_contexts, kept)}
     layers = recomputed_layers(config, model.config)
     for layer, block in model.blocks_by_layer.items():
@@ -49,6 +50,15 @@ def keep_activations(model: Decoder, config: ActivationsConfig, device: torch.de
     if mode is Recompute.offload:
         model.walk = OffloadedWalk(device)
     set_budget(config.budget if mode is Recompute.budget else 1.0)
+
+
+def attention_of(kernel: Attention) -> list[Any]:
+    """Operators of attention whose results are kept."""
+    if kernel not in (Attention.flash3, Attention.flash4, Attention.varlen):
+        return ATTENTION
+    import torch.nn.attention.varlen  # imports the compiler, and has the operator
+
+    return [*ATTENTION, torch.ops.torch_attn._varlen_attn.default]
 
 
 def recomputed(blocks: Sequence[nn.Module], call: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -124,12 +124,15 @@ def test_varlen_is_called_for_what_is_meant(
 ) -> None:
     """Of a torch whose varlen_attn knows fewer heads of keys, and of one that does not."""
 
-    def attend(q: Tensor, k: Tensor, *others: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
-        assert enable_gqa == (q.shape[1] != k.shape[1]) == groups
-        return end_to_end(q, k, *others, **options)
+    def old(*parts: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
+        assert parts[0].shape[1] == parts[1].shape[1]
+        return end_to_end(*parts, scale=scale, window_size=window_size)
 
-    monkeypatch.setattr("models.kernels.varlen_attn", attend)
-    monkeypatch.setattr("models.kernels.VARLEN_TAKES_GROUPS", groups)
+    def new(*parts: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+        assert enable_gqa and parts[0].shape[1] == 2 * parts[1].shape[1]
+        return end_to_end(*parts, **options)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", new if groups else old)
     documents, scores = CASES[case]
     parts = heads_of(queries)
     found = KERNELS[Attention.varlen](*parts, documents, scores)
