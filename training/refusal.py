@@ -28,3 +28,8 @@ class Refusal(Exception):
 
     def __reduce__(self) -> tuple[type["Refusal"], tuple[list[Problem]]]:
         return Refusal, (self.problems,)  # pickled between ranks
+
+
+def refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise Refusal(problems)

@@ -40,9 +40,10 @@ from training.place import (
     tell_refusal,
 )
 from training.ranks import Ranks
-from training.refusal import Problem, Refusal
+from training.refusal import Problem, Refusal, refuse
 from training.resolve import Chosen, World
 from training.status import State
+from training.tokenizers import Tokenizer
 from training.unresolved import saved_values
 
 # failures whose message says all; no traceback
@@ -119,11 +120,6 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     return FINISHED if stopped is None else say_stopped(place, stopped, run.status.checkpoint)
 
 
-def refuse(problems: list[Problem]) -> None:
-    if problems:
-        raise Refusal(problems)
-
-
 def open_folder(config: Config, place: Place, text: Text) -> Saved | None:
     """Decides what may be done with the run's folder; its newest checkpoint if the run goes on. Raises Refusal."""
     assert config.steps is not None
@@ -139,7 +135,7 @@ def open_folder(config: Config, place: Place, text: Text) -> Saved | None:
             problems.append(too_short(steps, saved, instead))
     elif config.checkpoint.load is not None:
         loaded = find(config.checkpoint.load, Ranks.alone())
-        problems += load_problems(config, loaded) + tokenizer_problems(loaded, text)
+        problems += load_problems(config, loaded) + tokenizer_problems(loaded, text.tokenizer)
         if config.checkpoint.load_parts is Load.all and loaded.step >= steps:
             instead = f"steps={2 * loaded.step}, or checkpoint.load_parts=weights to begin at step 1"
             problems.append(too_short(steps, loaded, instead))
@@ -157,17 +153,17 @@ def open_folder(config: Config, place: Place, text: Text) -> Saved | None:
     return saved
 
 
-def tokenizer_problems(saved: Saved, text: Text) -> list[Problem]:
+def tokenizer_problems(saved: Saved, tokenizer: Tokenizer) -> list[Problem]:
     """The ids of a checkpoint's model mean what its own tokenizer says."""
-    if text.tokenizer.fingerprint == saved.info["tokenizer"]["fingerprint"]:
+    if tokenizer.fingerprint == saved.info["tokenizer"]["fingerprint"]:
         return []
     reason = f"this tokenizer is not the one {saved.folder} was trained with"
-    return [Problem("tokenizer", text.tokenizer.name, reason, "the same tokenizer, with the same files")]
+    return [Problem("tokenizer", tokenizer.name, reason, "the same tokenizer, with the same files")]
 
 
 def text_problems(config: Config, saved: Saved, text: Text) -> list[Problem]:
     """A run goes on with the text it began with."""
-    problems = tokenizer_problems(saved, text)
+    problems = tokenizer_problems(saved, text.tokenizer)
     now = text.prepared.folder.name
     allowed = any(key.startswith("data.") for key in config.checkpoint.allow_changes)
     if not problems and saved.info["data"] != now and not allowed:
@@ -243,7 +239,7 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     refuse(load_problems(config, saved))
     refuse(check(config, place.world))
     text = read_text(config, place)
-    refuse(tokenizer_problems(saved, text))
+    refuse(tokenizer_problems(saved, text.tokenizer))
     if saved.info["data"] != text.prepared.folder.name:
         place.console.warn(f"the held-out text is not the one {saved.folder} was scored on before")
     claim_scores(chosen, place, saved)
