@@ -2,6 +2,7 @@
 
 A command stands in a block fenced as `bash`, or as `bash refused` if it shows a mistake; or in an indented block."""
 
+import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from models.config import ModelConfig
+from models.huggingface import config_to_huggingface
 from training.check import settle
 from training.compose import check_command, compose
 from training.refusal import Refusal
@@ -68,6 +71,10 @@ def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for path, content in FILE.findall(page.read_text()):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(content)
+    for folder in ("SmolLM2-135M", "Llama-3.2-1B"):
+        path = tmp_path / "models" / folder / "config.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(config_to_huggingface(ModelConfig(vocab_size=50257))))
     (tmp_path / "my_texts").mkdir()
     (tmp_path / "my_texts" / "tokenizer.json").touch()
     monkeypatch.chdir(tmp_path)
@@ -97,7 +104,7 @@ def test_train(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_script(command: Command) -> None:
     module, _, end = command.line.partition(" -m ")[2].partition(" ")
     assert find_spec(module) is not None
-    words = [word for word in shlex.split(end) if "=" in word and not word.startswith("-")]
+    words = [word for word in shlex.split(end) if re.match(r"[\w.]+=", word)]
     settle(*compose(words)) if "--ranks" not in end else compose(words)
 
 
