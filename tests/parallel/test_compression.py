@@ -15,7 +15,8 @@ from parallel.mesh import data_coordinate, start_process_group
 from parallel.planning.memory import memory
 from parallel.planning.traffic import Batch as Work
 from parallel.powersgd import PowerSGD
-from tests.oracle import Batch, Weights, initial_weights, logits
+from tests.oracle import Batch, initial_weights
+from tests.oracle_model import Weights, logits
 from tests.parity.cases import LRS, SEED, Case, Training, batches, config_of, shape_of, slices
 from tests.parity.compare import CPU, WatchedStep, build, mesh_of
 from tests.parity.layouts import layout
@@ -63,7 +64,7 @@ def summed(configs: list[Config]) -> list[Weights]:
 
 def of_a_rank(config: Config, rank: int) -> Weights:
     """The plain model's gradient of a rank's share of the loss of the first step."""
-    shape, batch = shape_of(config), batches()[0]
+    shape, batch = shape_of(config.model), batches()[0]
     weights = {name: value.requires_grad_() for name, value in initial_weights(shape, SEED, torch.float64).items()}
     (mine,) = slices(batch, rank, 2, len(batch.tokens) // 2)
     scores, labels = logits(weights, shape, mine.tokens)[0].flatten(0, 1), mine.labels.flatten()

@@ -7,7 +7,10 @@ from functools import cache
 
 import torch
 
-from tests.oracle import Batch, Experts, Recipe, Shape
+from models.config import ModelConfig, Position
+from tests.oracle import Batch, Recipe
+from tests.oracle_model import Experts, Rotary, Shape
+from tests.parity.families import FAMILIES
 from tests.parity.layouts import Layout
 from training.check import check
 from training.compose import compose
@@ -56,6 +59,7 @@ MODELS = {
     "experts in bf16": f"{TP_SIZES} model.layers=3 model.tied_head=false model.moe.experts=5 model.moe.dim=24 "
     "model.moe.balance=sequence model.moe.bias_rate=0.5",
     "untied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=false model.vocab_multiple=128",
+    **FAMILIES,
 }
 OPTIMIZERS = {
     "sgd": "optimizer=sgd optimizer.beta1=0.9 optimizer.weight_decay=0.1",
@@ -113,8 +117,7 @@ def config_of(case: Case) -> Config:
     return config
 
 
-def shape_of(config: Config) -> Shape:
-    model = config.model
+def shape_of(model: ModelConfig) -> Shape:
     assert model.vocab_size is not None
     sizes = (model.layers, model.dim, model.heads, model.feedforward_dim, model.context, model.vocab_size)
     return Shape(
@@ -122,24 +125,60 @@ def shape_of(config: Config) -> Shape:
         tied=model.tied_head,
         kv_heads=model.kv_heads,
         bias=model.bias,
+        head_dim=model.head_dim,
+        qkv_bias=model.qkv_bias,
         fused=model.fused_qkv,
+        ffn=model.ffn.name,
+        norm=model.norm.name,
+        norm_place=model.norm_place.name,
+        norm_weight=model.norm_weight,
+        norm_eps=model.norm_eps,
+        qk_norm=model.qk_norm.name,
+        learned_positions=model.position is Position.learned,
+        rotary=rotary_of(model) if model.position is Position.rotary else None,
+        window=model.window,
+        full_every=model.full_every,
+        attention_scale=model.attention_scale,
+        attention_softcap=model.attention_softcap,
         softcap=model.logit_softcap,
         z_loss=model.z_loss,
+        embedding_scale=1.0 if model.embedding_scale is None else model.embedding_scale,
+        embedding_norm=model.embedding_norm,
+        std=model.init_std,
+        residual=model.init_residual.name,
+        embedding_std=model.init_embedding_std,
         x0=model.x0,
         skips=model.skips,
         value_tables=model.value_embeddings,
-        experts=experts_of(config),
+        experts=experts_of(model),
     )
 
 
-def experts_of(config: Config) -> Experts | None:
-    moe = config.model.moe
+def rotary_of(model: ModelConfig) -> Rotary:
+    rotary = model.rotary
+    return Rotary(
+        rotary.theta,
+        model.context if rotary.original_context is None else rotary.original_context,
+        rotary.share,
+        rotary.scaling.name,
+        rotary.factor,
+        rotary.low_frequency,
+        rotary.high_frequency,
+        rotary.beta_fast,
+        rotary.beta_slow,
+        rotary.magnitude,
+        rotary.windows,
+    )
+
+
+def experts_of(model: ModelConfig) -> Experts | None:
+    moe = model.moe
     if moe.experts == 0:
         return None
     return Experts(
         moe.experts,
         moe.top_k,
-        config.model.feedforward_dim if moe.dim is None else moe.dim,
+        model.feedforward_dim if moe.dim is None else moe.dim,
         moe.shared,
         moe.dense_layers,
         sigmoid=moe.score.name == "sigmoid",

@@ -16,7 +16,8 @@ from parallel.compile import allow_graphs
 from parallel.config import Scope
 from parallel.mesh import build_mesh, data_coordinate, start_process_group
 from parallel.precision import settle
-from tests.oracle import Batch, Shape, Trajectory, Weights
+from tests.oracle import Batch, Trajectory
+from tests.oracle_model import Shape, Weights
 from tests.parity.cases import LRS, Case, Training, batches, shape_of, slices
 from tests.parity.layouts import BY_INDUCTOR
 from training.config import Config
@@ -237,7 +238,7 @@ def compare(
     rank, data_ranks = data_coordinate(mesh, config.parallel.cp)
     assert isinstance(config.micro_batch, int)
 
-    shape = shape_of(config)
+    shape = shape_of(config.model)
     first = untwin(gather(dict(spread.model.named_parameters())), shape)
     initial = first.values.keys() == oracle.initial.keys()
     initial &= all(torch.equal(cut(first.values[name], value), value) for name, value in oracle.initial.items())

@@ -265,3 +265,40 @@ PIPELINE_MODES = [
     (layout(2, "parallel=pp parallel.schedule=interleaved_1f1b compile=block activations=full"), 4),
     (layout(4, "parallel=fsdp2 parallel.pp=2 compile=block activations=selective"), 3),
 ]
+
+# What every family is tried on, with the number of micro-batches a step; how ranks share its sequences, and more.
+OF_EACH_FAMILY = [
+    (layout(2, "parallel=tp"), 1),
+    (layout(2, "parallel=pp"), 3),
+    (layout(4, "parallel=fsdp2 parallel.tp=2"), 3),
+]
+OF_A_FAMILY = {
+    "llama": [(layout(2, "parallel.cp=2 parallel.context=ring"), 3)],
+    "qwen2": [(layout(2, "parallel.cp=2 parallel.context=gather"), 1)],
+    "qwen3": [(layout(2, "parallel=fsdp2 parallel.cp=2 parallel.context=ulysses"), 3)],
+    "olmo": [
+        (layout(2, "parallel.cp=2 parallel.context=ring"), 1),
+        (layout(2, "parallel.cp=2 parallel.context=ulysses"), 3),
+        (layout(2, "parallel=tp activations=full"), 3),
+        (layout(2, "parallel=tp activations=segments"), 3),
+        (layout(4, "parallel=pp parallel.pp=2 parallel.tp=2 parallel.schedule=zbv"), 3),
+        (layout(2, "parallel=tp parallel.tp=2 compile=block"), 3),
+    ],
+    "gemma": [
+        (layout(2, "parallel.cp=2 parallel.context=gather"), 3),
+        (layout(2, "parallel.cp=2 parallel.context=ulysses"), 1),
+        (layout(2, "parallel=fsdp2 parallel.cp=2 activations=selective"), 3),
+        (layout(2, "parallel=tp parallel.tp=2 compile=block"), 3),
+    ],
+    "qwen3 moe": [
+        (layout(2, "parallel=fsdp2 parallel.ep=2"), 3),
+        (layout(2, "parallel.cp=2 parallel.context=ring"), 3),
+        (layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=4"), 3),
+        (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.ep=2"), 3),
+    ],
+    "speedrun": [
+        (layout(2, "parallel.cp=2 parallel.context=ulysses"), 3),
+        (layout(2, "parallel=fsdp2 activations=full"), 3),
+        (layout(4, "parallel=pp parallel.pp=2 parallel.cp=2 parallel.context=ring"), 3),
+    ],
+}

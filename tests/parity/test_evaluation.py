@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.mesh import data_coordinate, random_coordinate, start_process_group
-from tests.oracle import Weights
+from tests.oracle_model import Weights
 from tests.parity.cases import LRS, SEED, Case, Training, batches, config_of, slices
 from tests.parity.compare import CPU, build, evaluate, gather, mesh_of
 from tests.parity.layouts import Layout, layout

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import start_process_group
-from tests.oracle import initial_weights, parameter_shapes
+from tests.oracle import initial_weights
+from tests.oracle_model import parameter_shapes
 from tests.parity.cases import SEED, Case, Training, config_of, shape_of
 from tests.parity.compare import CPU, build, gather, mesh_of
 from tests.parity.layouts import Layout, layout
@@ -21,7 +22,7 @@ def check_initial(config: Config) -> int:
     start_process_group(CPU, timeout_seconds=60)
     spread, _ = build(config, mesh_of(config, {}))
     weights = gather(dict(spread.model.named_parameters()))
-    shape = replace(shape_of(config), vocab_size=ROWS)
+    shape = replace(shape_of(config.model), vocab_size=ROWS)
     for name, expected in initial_weights(shape, SEED, torch.float32).items():
         assert torch.equal(weights.values[name][: len(expected)], expected), name
         assert not weights.values[name][len(expected) :].any(), f"padding of {name}"

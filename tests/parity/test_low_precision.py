@@ -11,7 +11,7 @@ from tests.parity.layouts import Layout, layout
 from tests.ranks import run_ranks
 from training.config import Config
 
-WHOLE, CUT = ("tied", "untied", "experts in bf16"), "tied for tp"
+WHOLE, CUT = ("tied", "untied", "experts in bf16"), ("tied for tp", "olmo", "gemma")
 
 
 def trained(config: Config) -> tuple[list[Whole], Whole]:
@@ -39,7 +39,7 @@ def bf16(layout: Layout, model: str) -> Config:
 
 @pytest.fixture(scope="module")
 def single() -> dict[str, tuple[list[Whole], Whole]]:
-    return {model: run_ranks(1, trained, bf16(layout(1, "parallel=single"), model))[0] for model in (*WHOLE, CUT)}
+    return {model: run_ranks(1, trained, bf16(layout(1, "parallel=single"), model))[0] for model in (*WHOLE, *CUT)}
 
 
 @pytest.mark.parametrize("model", WHOLE)
@@ -71,15 +71,19 @@ def test_layouts_agree_in_bf16(layout: Layout, model: str, single: dict[str, tup
         torch.testing.assert_close(weights.values[name], expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", [layout(2, "parallel=tp"), layout(4, "parallel=fsdp2 parallel.tp=2")], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [*[(layout(2, "parallel=tp"), model) for model in CUT], (layout(4, "parallel=fsdp2 parallel.tp=2"), CUT[0])],
+    ids=str,
+)
 def test_tensor_parallelism_agrees_within_the_rounding_of_bf16(
-    layout: Layout, single: dict[str, tuple[list[Whole], Whole]]
+    layout: Layout, model: str, single: dict[str, tuple[list[Whole], Whole]]
 ) -> None:
     """It adds up parts of a product in bf16, so each sum is rounded once more."""
-    gradients, weights = run_ranks(layout.ranks, trained, bf16(layout, CUT))[0]
-    whole = torch.cat([value.flatten() for value in single[CUT][0][0].values.values()]).norm()
-    for name, expected in single[CUT][0][0].values.items():
+    gradients, weights = run_ranks(layout.ranks, trained, bf16(layout, model))[0]
+    whole = torch.cat([value.flatten() for value in single[model][0][0].values.values()]).norm()
+    for name, expected in single[model][0][0].values.items():
         assert expected.dtype is gradients[0].values[name].dtype is torch.float32
         assert (gradients[0].values[name] - expected).norm() <= 0.03 * max(expected.norm(), 0.01 * whole), name
-    for name, expected in single[CUT][1].values.items():
+    for name, expected in single[model][1].values.items():
         assert expected.dtype is weights.values[name].dtype is torch.float32

@@ -26,6 +26,8 @@ from tests.parity.layouts import (
     EXPERTS_PIPELINE,
     MAIN,
     MORE_EXPERTS,
+    OF_A_FAMILY,
+    OF_EACH_FAMILY,
     OPTIONS,
     PIPELINE,
     PIPELINE_MODES,
@@ -120,6 +122,20 @@ def cases_of(layout: Layout, count: int, trainings: list[Training]) -> list[Any]
     ]
 
 
+def cases_of_families() -> list[Any]:
+    """Each family alone and on its layouts with either optimizer. Of those on 2 ranks one of each way of spreading is
+    tried in every test run."""
+    found: list[Any] = []
+    for place, (family, own) in enumerate(OF_A_FAMILY.items()):
+        for number, (layout, count) in enumerate([(MAIN[0], 1), *OF_EACH_FAMILY, *own]):
+            quick = layout.ranks <= 2 and number <= len(OF_EACH_FAMILY) + 1
+            for optimizer in ("sgd", "adamw") if place % 2 == number % 2 else ("adamw", "sgd"):
+                case = Case(layout, count, Training(family, optimizer, "fp64"))
+                found.append(case if quick else pytest.param(case, marks=[gloo_cannot(layout), pytest.mark.slow]))
+                quick = False
+    return found
+
+
 CASES = [
     *[case for layout in MAIN for times, trainings in FLOAT64.items() for case in cases_of(layout, times, trainings)],
     *[Case(layout, 3, Training("tied", "sgd", "fp64")) for layout in OPTIONS],
@@ -182,6 +198,7 @@ CASES = [
         for layout, count in EXPERTS_PIPELINE
         for optimizer in ("sgd", "adamw")
     ],
+    *cases_of_families(),
     pytest.param(Case(COMPILED[-2], 3, STREAMS), marks=pytest.mark.slow),
     Case(COMPILED_TENSOR[1], 3, TENSOR_STREAMS),
 ]
@@ -191,7 +208,7 @@ def write_trajectories(cases: list[Case], folder: Path) -> None:
     """What the oracle does, once for all layouts."""
     for case in {case.training: case for case in cases}.values():
         config, dtype = config_of(case), BOUNDS[case.training.precision].dtype
-        found = train(shape_of(config), SEED, dtype, batches(), recipe_of(config))
+        found = train(shape_of(config.model), SEED, dtype, batches(), recipe_of(config))
         assert found.margin > LEAST_MARGIN, f"a token of {case.training} could go to either of two experts"
         torch.save(found, folder / f"{case.training}.pt")
 

@@ -47,13 +47,13 @@ def draw_tasks(numbers: range) -> dict[int, list[Task]]:
         config = drawn.config
         config.model.vocab_size = drawn.vocabulary
         batches = [draw_batch(drawn, step) for step in range(len(LRS))]
-        expected = train(shape_of(config), config.seed, torch.float64, batches, recipe_of(config, LRS))
+        expected = train(shape_of(config.model), config.seed, torch.float64, batches, recipe_of(config, LRS))
         redrawn = 0
         while expected.margin <= LEAST_MARGIN:
             config.seed += 1000
             redrawn += 1
             print(f"layout {number} begins anew with seed {config.seed}: the margin was {expected.margin:.1e}")
-            expected = train(shape_of(config), config.seed, torch.float64, batches, recipe_of(config, LRS))
+            expected = train(shape_of(config.model), config.seed, torch.float64, batches, recipe_of(config, LRS))
         found[drawn.ranks].append(Task(drawn, batches, expected, redrawn))
     return dict(sorted(found.items()))
 
