@@ -298,6 +298,11 @@ class ModelConfig:
         return self.heads * self.head_size
 
     @property
+    def turned_dim(self) -> int:
+        """Numbers of a head that rotary positions turn."""
+        return int(self.head_size * self.rotary.share) if self.position is Position.rotary else 0
+
+    @property
     def has_qkv_bias(self) -> bool:
         return self.bias if self.qkv_bias is None else self.qkv_bias
 

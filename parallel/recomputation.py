@@ -2,7 +2,7 @@
 
 import math
 
-from models.config import Attention, ModelConfig
+from models.config import Attention, ModelConfig, NormPlace
 from models.flops import block_flops_per_token, flops_per_token, parameters
 from parallel.config import ActivationsConfig, ParallelConfig, Recompute, experts_apart
 
@@ -43,9 +43,9 @@ def recomputed_flops_per_token(config: ActivationsConfig, model: ModelConfig, se
     `flops_per_token`; None where torch chooses (budget).
 
     full, every_n: 2 per weight of the block, without its last matrix product, whose result no gradient needs (with
-    dropout it lies on the way to the mask); attention is kept, unless its kernel is one of
-    NOT_KEPT. segments: 2 per weight and 4 x dim x sequence_length for attention, without the last product of each.
-    selective and offload: none.
+    dropout it lies on the way to the mask, and a norm after it needs it); attention is kept, unless it is no single
+    operation: its kernel is one of NOT_KEPT, or its scores are bent. segments: 2 per weight and 4 x dim x
+    sequence_length for attention, without the last product of each. selective and offload: none.
     """
     mode = settled(config, model)
     if mode is Recompute.budget:
@@ -55,11 +55,13 @@ def recomputed_flops_per_token(config: ActivationsConfig, model: ModelConfig, se
     segments = mode is Recompute.segments
     layers = range(model.layers) if segments else recomputed_layers(config, model)
     ends = [end - 1 for end in segment_borders(config, model.layers)] if segments else layers
+    unneeded = model.dropout == 0 and model.norm_place is NormPlace.before
+    attention_kept = model.attention not in NOT_KEPT and model.attention_softcap is None
     again = 0.0
     for layer in layers:
         products, attention, last = block_flops_per_token(model, sequence_length, layer)
-        again += products - (last if layer in ends and model.dropout == 0 else 0.0)
-        again += attention if segments or model.attention in NOT_KEPT else 0.0
+        again += products - (last if layer in ends and unneeded else 0.0)
+        again += attention if segments or not attention_kept else 0.0
     return again
 
 

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 
+from models.config import ModelConfig, QKNorm
 from models.shapes import Shapes, in_experts, in_router
 from parallel.config import Dtype, ParallelConfig, Reduce, Strategy
 
@@ -11,8 +12,9 @@ INDEX_BYTES = 8  # of the number of an expert, of a row, and of how many tokens 
 BYTES = {Dtype.fp32: 4, Dtype.tf32: 4, Dtype.bf16: 2, Dtype.fp64: 8}
 
 # The dimension along which parallel.tensor.ROWS cut the weight of each module; a bias is cut with its rows.
-TENSOR_CUTS = {"qkv": 0, "q": 0, "k": 0, "v": 0, "q_up": 0, "kv_up": 0, "up": 0, "tokens": 0, "head": 0}
+TENSOR_CUTS = {"qkv": 0, "q": 0, "k": 0, "v": 0, "q_up": 0, "kv_up": 0, "gate": 0, "up": 0, "tokens": 0, "head": 0}
 TENSOR_CUTS |= {"out": 1, "down": 1, "table": 1}
+NORMS_OF_HEADS = ("q_norm", "k_norm")  # cut where they are of all heads together
 
 
 def master_bytes(compute: Dtype) -> int:
@@ -20,9 +22,11 @@ def master_bytes(compute: Dtype) -> int:
     return 8 if compute is Dtype.fp64 else 4
 
 
-def tensor_cut(name: str) -> int | None:
+def tensor_cut(name: str, model: ModelConfig) -> int | None:
     """The dimension along which tensor parallelism cuts a parameter; None: it is whole on each rank."""
     module, own_name = name.split(".")[-2:]
+    if module in NORMS_OF_HEADS:
+        return 0 if model.qk_norm is QKNorm.all else None
     cut = TENSOR_CUTS.get(module)
     return None if own_name == "bias" and cut == 1 else cut
 
@@ -34,11 +38,11 @@ def part(length: int, ranks: int, rank: int) -> int:
     return min(max(length - rank * each, 0), each)
 
 
-def tensor_shapes(shapes: Shapes, tp: int, rank: int = 0) -> Shapes:
+def tensor_shapes(shapes: Shapes, model: ModelConfig, tp: int, rank: int = 0) -> Shapes:
     """The parameters of one tensor rank before data parallelism cuts them further."""
     found = {}
     for name, shape in shapes.items():
-        cut = tensor_cut(name)
+        cut = tensor_cut(name, model)
         found[name] = tuple(part(n, tp, rank) if tp > 1 and place == cut else n for place, n in enumerate(shape))
     return found
 

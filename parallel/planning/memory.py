@@ -73,7 +73,7 @@ def held_shapes(
     if experts_apart(model, parallel):
         experts = shard_shapes(experts_here(shapes, parallel.ep), parallel.expert_shards, expert_rank)
         shapes = without_experts(shapes)
-    return shard_shapes(tensor_shapes(shapes, parallel.tp, tensor_rank), parallel.shards, shard_rank) | experts
+    return shard_shapes(tensor_shapes(shapes, model, parallel.tp, tensor_rank), parallel.shards, shard_rank) | experts
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _held(model: ModelConfig, parallel: ParallelConfig, pipeline_rank: int) -> d
     """By stage of a rank what it has of each parameter before data parallelism cuts it further, experts that are apart
     not yet cut."""
     return {
-        stage.index: tensor_shapes(stage_shapes(model, parallel, stage), parallel.tp)
+        stage.index: tensor_shapes(stage_shapes(model, parallel, stage), model, parallel.tp)
         for stage in held_stages(model, parallel, pipeline_rank)
     }
 
@@ -133,8 +133,9 @@ def memory(
         at_once = _at_once(model, kept)
         copies, reduction = _sharded(shapes, experts, as_sharded(parallel), compute, reduce, batch, at_once)
     tokens = batch.micro_batch * batch.sequence_length
-    waiting = {stage.index: tokens * waiting_bytes(model, stage, kept, compute, parallel) for stage in stages}
-    running = {stage.index: tokens * running_bytes(model, stage, kept, compute, parallel) for stage in stages}
+    rest = kept, compute, parallel, batch.sequence_length * parallel.cp
+    waiting = {stage.index: tokens * waiting_bytes(model, stage, *rest) for stage in stages}
+    running = {stage.index: tokens * running_bytes(model, stage, *rest) for stage in stages}
     found = _peak(parallel, batch, pipeline_rank, waiting, running)
     return Memory(parameters, gradients, moments * learned, copies, reduction, round(found))
 

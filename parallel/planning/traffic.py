@@ -10,7 +10,7 @@ from enum import Enum
 from functools import cache
 from itertools import islice
 
-from models.config import Balance, ModelConfig
+from models.config import Balance, ModelConfig, NormPlace, QKNorm
 from models.shapes import Shapes, has_gradient, in_experts, in_router, parameter_shapes
 from parallel.config import (
     UNCOMPRESSED,
@@ -131,7 +131,7 @@ def traffic(
         found += _ddp(model, parallel, compute, compression)
     elif parallel.strategy is not Strategy.single:
         often = gathers_of_step(shapes, as_sharded(parallel), batch, pipeline_rank)
-        cut = {stage: tensor_shapes(of_stage, parallel.tp, tensor_rank) for stage, of_stage in shapes.items()}
+        cut = {stage: tensor_shapes(of_stage, model, parallel.tp, tensor_rank) for stage, of_stage in shapes.items()}
         if apart:
             cut = {stage: without_experts(of_stage) for stage, of_stage in cut.items()}
             experts = {stage: experts_here(of_stage, parallel.ep) for stage, of_stage in shapes.items()}
@@ -146,7 +146,7 @@ def traffic(
     found += _whole_sequences(model, held, parallel, batch, activations)
     if parallel.pp > 1:
         found += _stream(model, held, parallel, compute, batch)
-        mine = tensor_shapes(together, parallel.tp, tensor_rank)
+        mine = tensor_shapes(together, model, parallel.tp, tensor_rank)
         found += _shared(model, shard_shapes(mine, parallel.shards, shard_rank), parallel, compute)
     found += _norm(model, together, parallel, compute)
     return [entry for entry in found if entry.ranks > 1]
@@ -162,7 +162,7 @@ def _norm(model: ModelConfig, held: Shapes, parallel: ParallelConfig, compute: D
     """The square of the gradient's norm: one number for each way in which gradients are cut, summed over the axes of
     that cut, and one for the stages of a pipeline. What has two names counts once."""
     counted = held.keys() - model.shared_parameters.keys()
-    cuts = {tensor_cut(name) for name in _sharded_alike(counted)} if parallel.tp > 1 else {None}
+    cuts = {tensor_cut(name, model) for name in _sharded_alike(counted)} if parallel.tp > 1 else {None}
     apart = experts_apart(model, parallel) and any(map(in_experts, counted))
     numbers = [
         ("dp_shard", parallel.shards, len(cuts)),
@@ -416,7 +416,7 @@ def _again(
 ) -> tuple[int, int]:
     """Gathers and scatters of the stream that backward makes again. A block that is computed again gathers for each of
     its parts; what was scattered is kept. A segment keeps nothing, nor does a block where experts are apart: both
-    scatter again, but for a feed-forward layer at the end, whose result no gradient needs."""
+    scatter again, but for a feed-forward layer at the end, whose result no gradient needs unless it is normalized."""
     again = _made_again(model, held, activations)
     gathers = sum(_cut_parts(model, layer) for layer in again)
     if settled(activations, model) is Recompute.segments:
@@ -426,7 +426,8 @@ def _again(
         ends = again
     else:
         return gathers, 0
-    return gathers, gathers - sum(_cut_parts(model, layer) == 2 for layer in ends)
+    unneeded = sum(_cut_parts(model, layer) == 2 for layer in ends) if model.norm_place is NormPlace.before else 0
+    return gathers, gathers - unneeded
 
 
 def _tensor(
@@ -443,9 +444,9 @@ def _tensor(
 
     Attention and the feed-forward layer (with experts the shared ones) each gather the stream and scatter what they add
     to it, the embedding scatters and the head gathers; in backward a gather is a reduce-scatter and the other way
-    round. The loss needs the largest score of each token, then the sum of exponentials and the label's score. The
-    gradients of parameters that are whole on each rank are summed together, once a step
-    (parallel.gradients.sum_alike)."""
+    round. The loss needs the largest score of each token, then the sum of exponentials and the label's score. Norms
+    over all heads sum a number a token of queries and one of keys, and the same in backward. The gradients of
+    parameters that are whole on each rank are summed together, once a step (parallel.gradients.sum_alike)."""
     ranks, tokens = parallel.tp, batch.micro_batch * batch.sequence_length
     stream = tokens * model.dim * BYTES[compute]
     parts = sum(_cut_parts(model, layer) for stage in held for layer in stage.layers)
@@ -457,9 +458,15 @@ def _tensor(
     if any(stage.last for stage in held):
         number, size = 2 * batch.accumulation, 3 * tokens * batch.accumulation * max(4, BYTES[compute])
         yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, size)
-    whole = {name: shapes[name] for name in _sharded_alike(shapes) if tensor_cut(name) is None}
-    size = values(shard_shapes(whole, parallel.shards, shard_rank)) * master_bytes(compute)
-    yield Traffic("tp", ranks, Collective.all_reduce, "gradients", ALIKE, 1, size)
+    whole = {name: shapes[name] for name in _sharded_alike(shapes) if tensor_cut(name, model) is None}
+    if whole:
+        size = values(shard_shapes(whole, parallel.shards, shard_rank)) * master_bytes(compute)
+        yield Traffic("tp", ranks, Collective.all_reduce, "gradients", ALIKE, 1, size)
+    if model.qk_norm is QKNorm.all:
+        layers = sum(len(stage.layers) for stage in held)
+        number = 2 * (2 * layers + len(_made_again(model, held, activations))) * batch.accumulation
+        size = number * tokens * max(4, BYTES[compute])
+        yield Traffic("tp", ranks, Collective.all_reduce, "squares of queries, keys", BLOCKS, number, size)
 
 
 def _context(
@@ -492,7 +499,7 @@ def _context(
         yield entry(Collective.all_gather, "keys, values", forward, forward * whole)
         yield entry(Collective.reduce_scatter, "their gradients", backward, backward * whole)
     elif parallel.context is Context.ulysses:
-        heads, number = pairs + 2 * tokens * model.dim // parallel.tp, forward + backward
+        heads, number = pairs + 2 * tokens * model.query_dim // parallel.tp, forward + backward
         yield entry(Collective.all_to_all, "heads", 2 * number, number * heads * width)
     else:
         hops, forward = ranks - 1, forward if everything else backward

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.config import Balance, ModelConfig, MoE, Score
+from models.config import Balance, FeedForward, ModelConfig, MoE, Norm, NormPlace, Position, QKNorm, Score
 from models.decoder import Decoder
 from models.shapes import block_shapes, in_router
 from parallel.activations import keep_activations
@@ -44,6 +44,7 @@ EXPERTS = [
     Case(layout(1, "parallel=single"), 1, Training("experts for ep", "adamw", "fp32")),
     *[Case(of, 1, Training("experts for ep", "adamw", "fp32")) for of in EXPERT_PARALLEL if of.ranks == 4],
     Case(layout(4, "parallel=fsdp2 parallel.tp=2"), 1, Training("experts for ep", "sgd", "fp32")),
+    Case(layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=2"), 1, Training("qwen3 moe", "adamw", "fp32")),
     Case(layout(4, "parallel=fsdp2 parallel.pp=2 parallel.ep=2"), 3, Training("experts for pp", "adamw", "fp32")),
 ]
 CASES = [*[Case(of, 1, MODELS["tp" in str(of)]) for of in LAYOUTS], *PIPELINES, *EXPERTS]
@@ -173,13 +174,17 @@ ROUTED: list[dict[str, Any]] = [
 
 @pytest.mark.torch211
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16, Dtype.fp64])
-@pytest.mark.parametrize("keys", ROUTED, ids=str)
+@pytest.mark.parametrize(
+    ("ffn", "keys"), [*[(FeedForward.gelu, keys) for keys in ROUTED], (FeedForward.swiglu, {"shared": 2})], ids=str
+)
 @pytest.mark.parametrize("mode", [Recompute.none, Recompute.full, Recompute.selective], ids=lambda mode: mode.name)
-def test_blocks_with_experts_keep_what_the_formula_says(mode: Recompute, keys: dict[str, Any], dtype: Dtype) -> None:
+def test_blocks_with_experts_keep_what_the_formula_says(
+    mode: Recompute, ffn: FeedForward, keys: dict[str, Any], dtype: Dtype
+) -> None:
     """But for a few numbers of each layer and sequence. The first block has none."""
     batch, length = 2, 64
     moe = MoE(experts=8, top_k=3, dim=32, dense_layers=1, **keys)
-    config = ModelConfig(layers=3, dim=48, heads=4, vocab_size=1, bias=False, moe=moe)
+    config = ModelConfig(layers=3, dim=48, heads=4, vocab_size=1, bias=False, ffn=ffn, moe=moe)
     model = Decoder(config)
     for name, parameter in model.named_parameters():
         if not in_router(name):
@@ -193,6 +198,62 @@ def test_blocks_with_experts_keep_what_the_formula_says(mode: Recompute, keys: d
         after = model.walk(tuple(model.blocks.values()), (x,), [None] * 3, positions=None, documents=None)
     found = x.nbytes + alive.bytes_without([*model.parameters(), *after])
     assert found == pytest.approx(batch * length * kept_bytes(config, activations, dtype)[0], rel=0.01)
+
+
+class FusedNorm(torch.autograd.Function):
+    """Keeps what the kernel of a GPU does; that of a CPU is made of several operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, root)
+        found = (wide * root).to(x.dtype)
+        return found if weight is None else found * weight
+
+
+MODERN: dict[str, Any] = {
+    "norm": Norm.rmsnorm,
+    "bias": False,
+    "position": Position.rotary,
+    "ffn": FeedForward.swiglu,
+    "kv_heads": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": MODERN,
+    "three matrices": MODERN | {"fused_qkv": False, "head_dim": 8},
+    "qwen3": MODERN | {"qk_norm": QKNorm.head, "fused_qkv": False, "head_dim": 8},
+    "qwen3, fused": MODERN | {"qk_norm": QKNorm.head},
+    "olmo": MODERN | {"qk_norm": QKNorm.all, "norm_place": NormPlace.after, "window": 6},
+    "olmo, three matrices": MODERN | {"qk_norm": QKNorm.all, "norm_place": NormPlace.after, "fused_qkv": False},
+    "gemma": MODERN
+    | {"ffn": FeedForward.geglu, "norm_place": NormPlace.both, "attention_softcap": 2.0, "fused_qkv": False},
+    "gemma, fused": MODERN | {"norm_place": NormPlace.both, "attention_softcap": 2.0, "kv_heads": 4},
+    "speedrun": MODERN
+    | {"ffn": FeedForward.relu2, "norm_weight": False, "qk_norm": QKNorm.head, "kv_heads": 4, "window": 6},
+    "layer norms": {"norm_place": NormPlace.both},
+}
+
+
+@pytest.mark.torch211
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", [Recompute.none, Recompute.full, Recompute.selective], ids=lambda mode: mode.name)
+def test_blocks_of_families_keep_what_the_formula_says(
+    mode: Recompute, family: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one sequence, since all those of a micro-batch have the same angles and masks."""
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
+    length = 16
+    config = ModelConfig(layers=3, dim=48, heads=4, vocab_size=1, **FAMILIES[family])
+    model = Decoder(config).to(compute_dtype(dtype))
+    activations = ActivationsConfig(mode=mode)
+    keep_activations(model, activations, CPU, apart=False)
+    x = torch.randn(1, length, config.dim, dtype=compute_dtype(dtype), requires_grad=True)
+    with Alive() as alive:
+        after = model.walk(tuple(model.blocks.values()), (x,), [None] * 3, positions=None, documents=None)
+    found = x.nbytes + alive.bytes_without([x, *model.parameters(), *after])
+    assert found == length * kept_bytes(config, activations, dtype, length=length)[0]
 
 
 def activations(mode: Recompute, **keys: Any) -> float:

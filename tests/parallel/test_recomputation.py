@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models.config import Attention as Kernel
-from models.config import ModelConfig
+from models.config import FeedForward, ModelConfig, NormPlace, QKNorm
 from models.flops import flops_per_token
 from parallel.activations import keep_activations
 from parallel.config import ActivationsConfig, Recompute
@@ -40,6 +40,19 @@ MODELS = {
     "math": tiny(layers=5, vocab_multiple=1, attention=Kernel.math),
     "dropout": tiny(layers=4, vocab_multiple=1, attention=Kernel.math, dropout=0.1),
     "grouped": tiny(layers=4, vocab_multiple=1, heads=4, kv_heads=2, fused_qkv=False, bias=False, ffn_dim=50),
+    "gated": tiny(
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        ffn=FeedForward.swiglu,
+        norm_place=NormPlace.after,
+        qk_norm=QKNorm.all,
+        vocab_multiple=1,
+    ),
+    "soft-capped": tiny(
+        layers=4, ffn=FeedForward.geglu, attention_softcap=2.0, norm_place=NormPlace.both, vocab_multiple=1
+    ),
 }
 
 

@@ -77,6 +77,25 @@ LOW_TENSOR = [layout(2, "parallel=tp"), layout(4, "parallel=ddp parallel.tp=2")]
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
     LOW_TENSOR.append(layout(4, "parallel=fsdp2_tp"))  # torch 2.11 sums over tp in the compute dtype
 
+FAMILIES = [
+    (layout(2, "parallel=tp"), "olmo"),
+    (layout(2, "parallel=tp activations=full"), "olmo"),
+    (layout(2, "parallel=tp activations=segments"), "olmo"),
+    (layout(2, "parallel=tp activations=selective"), "gemma"),
+    (layout(2, "parallel=tp"), "speedrun"),
+    (layout(2, "parallel=fsdp2"), "speedrun"),
+    (layout(2, "parallel=ddp"), "qwen2"),
+    (layout(4, "parallel=fsdp2_tp"), "olmo"),
+    (layout(4, "parallel=fsdp2_tp activations=segments"), "gemma"),
+    (layout(4, "parallel=fsdp2_tp"), "llama"),
+    (layout(4, "parallel=ddp parallel.tp=2"), "qwen3"),
+    (layout(4, "parallel=fsdp2 parallel.cp=2 parallel.context=ulysses"), "qwen3"),
+    (layout(4, "parallel=fsdp2 parallel.cp=2 parallel.context=ring"), "olmo"),
+    (layout(4, "parallel=tp parallel.tp=2 parallel.cp=2"), "gemma"),
+    (layout(2, "parallel=fsdp2 parallel.ep=2"), "qwen3 moe"),
+    (layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=4 activations=full"), "qwen3 moe"),
+]
+
 # Schedules with one stage a rank, two and four, one way and there and back; each way of data parallelism in between.
 LOOPS = "parallel.schedule=interleaved_1f1b"
 PIPELINES = [
@@ -129,12 +148,16 @@ CASES = [
     *[Case(of, 3, Training("untied", "sgd", "bf16")) for of in LOW],
     *[Case(of, n, Training("experts", "sgd", "bf16")) for of in LOW for n in (1, 3)],
     *[Case(of, 3, Training("three matrices", "sgd", "bf16")) for of in LOW_TENSOR],
+    *[Case(of, 3, Training(family, "sgd", "fp32")) for of, family in FAMILIES],
+    Case(layout(2, "parallel=tp"), 3, Training("olmo", "sgd", "bf16")),
     *[Case(of, 3, Training("experts for ep", "sgd", "fp32")) for of in APART],
     *[Case(of, 1, Training("experts for ep by the step before", "sgd", "bf16")) for of in APART[:7]],
 ]
 PIPELINE_CASES = [
     *[Case(of, number, Training(model, "sgd", "fp32")) for of, number, model in PIPELINES],
     Case(layout(2, "parallel=pp"), 3, Training("streams for pp", "sgd", "bf16")),
+    Case(layout(2, "parallel=pp"), 3, Training("speedrun", "sgd", "fp32")),
+    Case(layout(4, "parallel=pp parallel.pp=2 parallel.tp=2 activations=full"), 3, Training("olmo", "sgd", "fp32")),
     Case(layout(4, "parallel=fsdp2 parallel.pp=2"), 3, Training("experts for pp", "sgd", "fp32")),
     *[Case(of, number, Training("experts for pp", "sgd", "fp32")) for of, number in APART_PIPELINES],
 ]
@@ -144,7 +167,7 @@ def configured(case: Case) -> Config:
     config = config_of(case)
     if case.layout in LOW and case.training.precision == "bf16":
         config.precision.reduce_dtype = Dtype.bf16
-    if case.training.model.startswith("experts for"):
+    if case.training.model.startswith("experts for") or case.training.model == "qwen3 moe":
         config.model.moe.forced_balance = True  # the formulas are for even loads
     if case.training.model == "experts for ep":
         config.model.moe.capacity_factor = 1.5  # routers see whole sequences for this, and for their loss
