@@ -1,5 +1,6 @@
 """A plain model and a mesh to the same model spread over the mesh: the order of all axes, on one screen."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from parallel.config import (
 from parallel.data import DataParallel, Replicated, Sharded, Single, whole_parameters
 from parallel.materialize import materialize
 from parallel.mesh import context_view, expert_view
-from parallel.planning.stages import SPLIT, as_scheduled
+from parallel.planning.stages import SPLIT, Stage, as_scheduled
 from parallel.powersgd import PowerSGD
 from parallel.precision import LowPrecision, compute_dtype, master_dtype
 from parallel.replicas import check_replicas
@@ -103,90 +104,155 @@ def parallelize(
 ) -> Spread:
     """Builds the model on the meta device, spreads it, and gives it memory and first values. `mesh` is None on a single
     device."""
-    if parallel.pp > 1:
-        from parallel.pipeline import (  # imports FSDP, which takes seconds
-            Pipeline,
-            build_decoder,
-            shared_here,
-            stages_here,
-        )
+    activations, compile = as_scheduled(activations, parallel), _compiled(model, parallel, compile)
+    held = _stages(model, mesh, parallel)
+    decoder = _build(model, held, precision)
 
-        assert mesh is not None
-        held = stages_here(model, parallel, mesh)
-        activations = as_scheduled(activations, parallel)
-        if parallel.schedule in SPLIT:  # nor can a backward pass in two parts be compiled
-            compile = replace(compile, scope=Scope.none)
-    with torch.device("meta"):
-        decoder = Decoder(model) if parallel.pp == 1 else build_decoder(model, held)
-    if master_dtype(precision) is not torch.float32:
-        decoder.to(master_dtype(precision))
-    compute = compute_dtype(precision)
-    low = compute is not master_dtype(precision)
-
-    # Here, in this order: tensor cuts, context, experts, activations, compile.
-    alike: dict[str, float] = {}
-    if parallel.tp > 1:
-        from parallel.tensor import cut_tensors, overlap_communication  # imports DTensor, which takes seconds
-
-        assert mesh is not None
-        alike = cut_tensors(decoder, mesh["tp"])
-        if parallel.async_tp:
-            overlap_communication(mesh["tp"])
-    share, views = None, []
-    if parallel.cp > 1:
-        from parallel.context import share_sequences  # imports DTensor, which takes seconds
-
-        views.append(context_view(parallel, device))
-        share = SequenceShare(views[-1]["cp"])
-        share_sequences(decoder, parallel.context, share)
-    of_experts: DeviceMesh | None = None
-    if experts_apart(model, parallel):
-        from parallel.expert import cut_experts
-
-        of_experts = expert_view(parallel, device)
-        views.append(of_experts)
-        if parallel.ep > 1:
-            cut_experts(decoder, of_experts["ep"])
-        compile = replace(compile, scope=Scope.none)  # what goes to other ranks has no fixed size
-    if model.moe.experts > 0 and parallel.cp * parallel.tp > 1:
-        from parallel.expert import share_routers
-
-        assert mesh is not None
-        share_routers(decoder, share, mesh["tp"])
-    parts = {0: decoder}
-    if parallel.pp > 1:
-        parts = {stage.index: decoder.stage(stage.layers, (stage.first, stage.last)) for stage in held}
+    # In this order: tensor cuts, context, experts, activations, compile, data.
+    alike = _cut_tensors(decoder, mesh, parallel)
+    share, of_context = _share_sequences(decoder, parallel, device)
+    of_experts = _spread_experts(decoder, mesh, parallel, share, device)
+    parts = {stage.index: decoder.stage(stage.layers, (stage.first, stage.last)) for stage in held} or {0: decoder}
     for part in parts.values():
         keep_activations(part, activations, device, of_experts is not None)
         compiled = compile_model(part, part.blocks_by_layer.values(), compile, device)
-    spreads: dict[int, DataParallel] = {}
-    powersgd = None
-    if parallel.strategy is not Strategy.single and not parallel.torch_ddp:
-        assert mesh is not None
-        for index, part in parts.items():
-            spreads[index] = Sharded(part, mesh, of_experts, parallel, compute, compute_dtype(reduce))
-        materialize(decoder, seed, device, torch.device("cpu") if parallel.cpu_offload else None)
-    else:
+    if parallel.strategy is Strategy.single or parallel.torch_ddp:
         materialize(decoder, seed, device)
-        if compression.kind is Compress.powersgd:
-            assert mesh is not None
-            group = mesh.get_group("dp_replicate")
-            powersgd = PowerSGD(dict(decoder.named_parameters()), group, compression, seed)
-        for index, part in parts.items():
-            callee = LowPrecision(part, compute) if low else part
-            if parallel.torch_ddp:
-                assert mesh is not None
-                spreads[index] = Replicated(callee, mesh, parallel, compression.kind, powersgd)
-            else:
-                spreads[index] = Single(callee)
+        powersgd = _powersgd(decoder, mesh, compression, seed)
+        passes = _whole(parts, mesh, parallel, precision, compression, powersgd)
+        whole = []
+    else:
+        assert mesh is not None
+        dtypes = compute_dtype(precision), compute_dtype(reduce)
+        passes = {index: Sharded(part, mesh, of_experts, parallel, *dtypes) for index, part in parts.items()}
+        materialize(decoder, seed, device, torch.device("cpu") if parallel.cpu_offload else None)
+        powersgd, whole = None, whole_parameters(decoder)
+
     check_replicas(decoder, mesh)
     check_values(decoder, mesh)
-    data = next(iter(spreads.values()))
-    whole = whole_parameters(decoder) if isinstance(data, Sharded) else []
+    views = [view for view in (of_context, of_experts) if view is not None]
+    data = next(iter(passes.values()))
     spread = Spread(decoder, data, compiled, mesh, alike, whole, share=share, views=views, powersgd=powersgd)
     if parallel.pp > 1:
-        assert mesh is not None
-        passes = {index: of_stage.call for index, of_stage in spreads.items()}
-        spread.pipeline = Pipeline(passes, model, parallel, mesh, compute, device)
-        spread.shared = shared_here(decoder, spread.pipeline)
+        _connect_stages(spread, passes, mesh, parallel, precision, device)
     return spread
+
+
+def _compiled(model: ModelConfig, parallel: ParallelConfig, compile: CompileConfig) -> CompileConfig:
+    """What can be compiled: no backward pass in two parts, and nothing whose size changes, as what goes to other ranks'
+    experts does."""
+    split = parallel.pp > 1 and parallel.schedule in SPLIT
+    return replace(compile, scope=Scope.none) if split or experts_apart(model, parallel) else compile
+
+
+def _stages(model: ModelConfig, mesh: DeviceMesh | None, parallel: ParallelConfig) -> list[Stage]:
+    """Of the pipeline those of this rank; none without one."""
+    if parallel.pp == 1:
+        return []
+    from parallel.pipeline import stages_here  # imports FSDP, which takes seconds
+
+    assert mesh is not None
+    return stages_here(model, parallel, mesh)
+
+
+def _build(model: ModelConfig, held: list[Stage], precision: Dtype) -> Decoder:
+    """On the meta device, in the masters' dtype. held: the stages of a pipeline that are here."""
+    with torch.device("meta"):
+        if held:
+            from parallel.pipeline import build_decoder
+
+            decoder = build_decoder(model, held)
+        else:
+            decoder = Decoder(model)
+    if master_dtype(precision) is not torch.float32:
+        decoder.to(master_dtype(precision))
+    return decoder
+
+
+def _cut_tensors(decoder: Decoder, mesh: DeviceMesh | None, parallel: ParallelConfig) -> dict[str, float]:
+    if parallel.tp == 1:
+        return {}
+    from parallel.tensor import cut_tensors, overlap_communication  # imports DTensor, which takes seconds
+
+    assert mesh is not None
+    if parallel.async_tp:
+        overlap_communication(mesh["tp"])
+    return cut_tensors(decoder, mesh["tp"])
+
+
+def _share_sequences(
+    decoder: Decoder, parallel: ParallelConfig, device: torch.device
+) -> tuple[SequenceShare | None, DeviceMesh | None]:
+    """The share of this rank, and the view of the mesh in which it has one."""
+    if parallel.cp == 1:
+        return None, None
+    from parallel.context import share_sequences  # imports DTensor, which takes seconds
+
+    view = context_view(parallel, device)
+    share = SequenceShare(view["cp"])
+    share_sequences(decoder, parallel.context, share)
+    return share, view
+
+
+def _spread_experts(
+    decoder: Decoder,
+    mesh: DeviceMesh | None,
+    parallel: ParallelConfig,
+    share: SequenceShare | None,
+    device: torch.device,
+) -> DeviceMesh | None:
+    """The view of the mesh on which experts are spread, where it is not that of the rest of their layer."""
+    if decoder.config.moe.experts == 0 or parallel.cp * parallel.tp * parallel.ep == 1:
+        return None
+    from parallel.expert import cut_experts, share_routers  # imports DTensor, which takes seconds
+
+    view = expert_view(parallel, device) if experts_apart(decoder.config, parallel) else None
+    if view is not None and parallel.ep > 1:
+        cut_experts(decoder, view["ep"])
+    if parallel.cp * parallel.tp > 1:
+        assert mesh is not None
+        share_routers(decoder, share, mesh["tp"])
+    return view
+
+
+def _powersgd(decoder: Decoder, mesh: DeviceMesh | None, compression: Compression, seed: int) -> PowerSGD | None:
+    if compression.kind is not Compress.powersgd:
+        return None
+    assert mesh is not None
+    return PowerSGD(dict(decoder.named_parameters()), mesh.get_group("dp_replicate"), compression, seed)
+
+
+def _whole(
+    parts: dict[int, Decoder],
+    mesh: DeviceMesh | None,
+    parallel: ParallelConfig,
+    precision: Dtype,
+    compression: Compression,
+    powersgd: PowerSGD | None,
+) -> Mapping[int, DataParallel]:
+    """Parts of which each rank has all parameters: on a single device, and copies in torch's DDP."""
+    compute = compute_dtype(precision)
+    low = compute is not master_dtype(precision)
+    callees = {index: LowPrecision(part, compute) if low else part for index, part in parts.items()}
+    if not parallel.torch_ddp:
+        return {index: Single(callee) for index, callee in callees.items()}
+    assert mesh is not None
+    copies = mesh, parallel, compression.kind, powersgd
+    return {index: Replicated(callee, *copies) for index, callee in callees.items()}
+
+
+def _connect_stages(
+    spread: Spread,
+    passes: Mapping[int, DataParallel],
+    mesh: DeviceMesh | None,
+    parallel: ParallelConfig,
+    precision: Dtype,
+    device: torch.device,
+) -> None:
+    """Makes a pipeline of the parts."""
+    from parallel.pipeline import Pipeline, shared_here
+
+    assert mesh is not None
+    calls = {index: of_stage.call for index, of_stage in passes.items()}
+    spread.pipeline = Pipeline(calls, spread.model.config, parallel, mesh, compute_dtype(precision), device)
+    spread.shared = shared_here(spread.model, spread.pipeline)
