@@ -45,14 +45,20 @@ class Block(nn.Module):
         self, x: Tensor, *mixed: Tensor, positions: Tensor | None, documents: Tensor | None, values: Tensor | None
     ) -> Tensor:
         """x, and each of what is mixed into it: [batch, seq, dim]. Returns the same shape."""
+        x, y = self.attend(x, *mixed, positions=positions, documents=documents, values=values)
+        y = self.feedforward(y, documents) if self.routed else self.feedforward(y)
+        return x + (y if self.feedforward_post_norm is None else self.feedforward_post_norm(y))
+
+    def attend(
+        self, x: Tensor, *mixed: Tensor, positions: Tensor | None, documents: Tensor | None, values: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream after attention, and what the feed-forward layer takes of it."""
         if self.mix is not None:
             x = self.mix(x, *mixed)
         y = x if self.attention_norm is None else self.attention_norm(x)
         y = self.attention(y, positions, documents, values)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = x if self.feedforward_norm is None else self.feedforward_norm(x)
-        y = self.feedforward(y, documents) if self.routed else self.feedforward(y)
-        return x + (y if self.feedforward_post_norm is None else self.feedforward_post_norm(y))
+        return x, x if self.feedforward_norm is None else self.feedforward_norm(x)
 
 
 class Walk(nn.Module):

@@ -28,9 +28,22 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
         """x: [batch, seq, dim]; documents: [batch, seq] or None. Returns the shape of x."""
+        rows, counts, *back = self.route(x, documents)
+        return self.combine(x, self.dispatcher(self.experts, rows, counts), *back)
+
+    def route(self, x: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the dispatcher takes, and for the way back the weights [batch, seq, top_k] and, of the assignments, the
+        order by expert and the place in it."""
         chosen, weights = self.router(x, documents)
-        y = self.dispatcher(self.experts, x.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1))
-        y = self.dropout(y.view_as(x))
+        order = chosen.flatten().argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        rows = permuted(x.flatten(0, 1), order // chosen.shape[-1], place)
+        return rows, loads(chosen.flatten(), self.experts.number), weights, order, place
+
+    def combine(self, x: Tensor, found: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        """found: what the dispatcher gave. Returns the shape of x."""
+        y = (permuted(found, place, order).unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(-2)
+        y = self.dropout(y.to(x.dtype))
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -186,29 +199,23 @@ class Experts(nn.Module):
 
     def apply_weights(self, rows: Tensor, counts: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Tensor:
         """The same with these weights, of as many experts as there are counts."""
-        hidden = grouped_product(rows, up, counts)
-        if gate is None:
-            hidden = activated(self.kind, hidden)
-        else:
-            hidden = activated(self.kind, grouped_product(rows, gate, counts)) * hidden
+        gates = None if gate is None else grouped_product(rows, gate, counts)
+        return self.contract(grouped_product(rows, up, counts), gates, counts, down)
+
+    def contract(self, hidden: Tensor, gates: Tensor | None, counts: Tensor, down: Tensor) -> Tensor:
+        """The second half, after the products that widen. hidden, gates: [n, hidden]."""
+        hidden = activated(self.kind, hidden) if gates is None else activated(self.kind, gates) * hidden
         return grouped_product(hidden, down, counts)
 
 
 class Dispatcher(nn.Module):
-    """Takes tokens to their experts and back, a child without parameters. What has experts elsewhere, such as expert
+    """Takes rows to their experts and back, a child without parameters. What has experts elsewhere, such as expert
     parallelism, replaces it."""
 
-    def forward(self, experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x: [tokens, dim]; chosen, weights: [tokens, top_k]. Returns the shape of x."""
-        top_k = chosen.shape[1]
-        order = chosen.flatten().argsort(stable=True)  # of the assignments, by expert
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        found = self.run(experts, permuted(x, order // top_k, place), loads(chosen.flatten(), experts.number))
-        return (permuted(found, place, order).unflatten(0, (-1, top_k)) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-    def run(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [n, dim], those for the first expert first; counts: int64 [experts]. Returns the shape of rows."""
-        return experts(rows, counts)
+        found: Tensor = experts(rows, counts)
+        return found
 
 
 def permuted(x: Tensor, taken: Tensor, back: Tensor) -> Tensor:

@@ -13,9 +13,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from models.config import Attention
 from models.decoder import Block, Decoder, Stream, Values, Walk
+from models.moe import MoE
 from parallel import ring  # noqa: F401 (has the operator)
 from parallel.config import ActivationsConfig, Recompute
 from parallel.offload import OffloadedWalk
+from parallel.pieces import replace_pieces
 from parallel.precision import on_same_copies
 from parallel.recomputation import recomputed_layers, segment_borders, settled
 
@@ -33,18 +35,20 @@ PRODUCTS += [_aten._grouped_mm.default, torch.ops.espalier.looped_product.defaul
 
 
 def keep_activations(model: Decoder, config: ActivationsConfig, device: torch.device, apart: bool) -> None:
-    """Applies the mode in place, before anything is compiled. apart: FSDP2 gathers experts within a block, and torch
-    can keep nothing of what is computed again there."""
+    """Applies the mode in place, before anything is compiled. apart: FSDP2 gathers experts within a block."""
     mode = settled(config, model.config)
     options: dict[str, Any] = {"preserve_rng_state": model.config.dropout > 0}
-    kept: list[Any] = (
-        attention_of(model.config.attention) + REDUCE_SCATTERS + (PRODUCTS if mode is Recompute.selective else [])
-    )
-    keeping = {} if apart else {"context_fn": partial(create_selective_checkpoint_contexts, kept)}
+    products = PRODUCTS if mode is Recompute.selective else []
+    kept = attention_of(model.config.attention) + REDUCE_SCATTERS + products
+    keeping = {"context_fn": partial(create_selective_checkpoint_contexts, kept), **options}
     layers = recomputed_layers(config, model.config)
-    for layer, block in model.blocks_by_layer.items():
-        if layer in layers:
-            block.forward = recomputed([block], block.forward, **keeping, **options)  # type: ignore[method-assign]
+    for block in [block for layer, block in model.blocks_by_layer.items() if layer in layers]:
+        if not (apart and block.routed):
+            block.forward = recomputed([block], block.forward, **keeping)  # type: ignore[method-assign]
+        elif mode is Recompute.selective:
+            recompute_pieces(block, keeping, options)
+        else:  # torch can keep nothing of what is computed again where FSDP2 gathers
+            block.forward = recomputed([block], block.forward, **options)  # type: ignore[method-assign]
     if mode is Recompute.segments:
         model.walk = SegmentedWalk(config, options)
     if mode is Recompute.offload:
@@ -70,6 +74,14 @@ def recomputed(blocks: Sequence[nn.Module], call: Callable[..., Any], **options:
         return checkpoint(again, *stream, use_reentrant=False, **options, **inputs)
 
     return run
+
+
+def recompute_pieces(block: Block, keeping: dict[str, Any], options: dict[str, Any]) -> None:
+    """What is between matrix products and exchanges, of a block whose experts are apart. Rows are sent once."""
+    replace_pieces(block, lambda module, method: recomputed([module], method, **keeping))
+    assert isinstance(block.feedforward, MoE)
+    experts = block.feedforward.experts
+    experts.contract = recomputed([experts], experts.contract, **options)  # type: ignore[method-assign]
 
 
 class SegmentedWalk(Walk):

@@ -104,7 +104,9 @@ def parallelize(
 ) -> Spread:
     """Builds the model on the meta device, spreads it, and gives it memory and first values. `mesh` is None on a single
     device."""
-    activations, compile = as_scheduled(activations, parallel), _compiled(model, parallel, compile)
+    activations = as_scheduled(activations, parallel)
+    if parallel.pp > 1 and parallel.schedule in SPLIT:  # nor can a backward pass in two parts be compiled
+        compile = replace(compile, scope=Scope.none)
     held = _stages(model, mesh, parallel)
     decoder = _build(model, held, precision)
 
@@ -114,8 +116,8 @@ def parallelize(
     of_experts = _spread_experts(decoder, mesh, parallel, share, device)
     parts = {stage.index: decoder.stage(stage.layers, (stage.first, stage.last)) for stage in held} or {0: decoder}
     for part in parts.values():
-        keep_activations(part, activations, device, of_experts is not None)
-        compiled = compile_model(part, part.blocks_by_layer.values(), compile, device)
+        keep_activations(part, activations, device, apart=of_experts is not None)
+        compiled = compile_model(part, part.blocks_by_layer.values(), compile, device, apart=of_experts is not None)
     if parallel.strategy is Strategy.single or parallel.torch_ddp:
         materialize(decoder, seed, device)
         powersgd = _powersgd(decoder, mesh, compression, seed)
@@ -136,13 +138,6 @@ def parallelize(
     if parallel.pp > 1:
         _connect_stages(spread, passes, mesh, parallel, precision, device)
     return spread
-
-
-def _compiled(model: ModelConfig, parallel: ParallelConfig, compile: CompileConfig) -> CompileConfig:
-    """What can be compiled: no backward pass in two parts, and nothing whose size changes, as what goes to other ranks'
-    experts does."""
-    split = parallel.pp > 1 and parallel.schedule in SPLIT
-    return replace(compile, scope=Scope.none) if split or experts_apart(model, parallel) else compile
 
 
 def _stages(model: ModelConfig, mesh: DeviceMesh | None, parallel: ParallelConfig) -> list[Stage]:

@@ -2,25 +2,34 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
+from models.decoder import Block
 from parallel.config import CompileConfig, Scope
+from parallel.pieces import replace_pieces
 
 DEFAULT_GRAPHS = 8  # torch's own recompile_limit
 KINDS_OF_BLOCKS = 4  # with and without a skip and a value embedding
 
 
-def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: CompileConfig, device: torch.device) -> Scope:
-    """Compiles in place, at first use. Blocks are alike, so one graph serves them all. Returns the scope that `auto`
-    stood for."""
+def compile_model(
+    model: nn.Module, blocks: Iterable[nn.Module], config: CompileConfig, device: torch.device, apart: bool = False
+) -> Scope:
+    """Compiles in place, at first use. Blocks are alike, so one graph serves them all, or where experts are apart one
+    each of their pieces. Returns the scope that `auto` stood for."""
     scope = config.scope
     if scope is Scope.auto:
         scope = Scope.block if device.type == "cuda" else Scope.none
     if scope is Scope.block:
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": config.dynamic}
         for block in blocks:
-            block.compile(fullgraph=True, dynamic=config.dynamic)
+            if apart and isinstance(block, Block) and block.routed:
+                replace_pieces(block, lambda _, method: torch.compile(method, **options))
+            else:
+                block.compile(**options)
     elif scope is Scope.model:
         model.compile(dynamic=config.dynamic)
     return scope

@@ -65,7 +65,7 @@ class Exchange(Dispatcher):
         super().__init__()
         self.group = group
 
-    def run(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: those for the first expert of all first; counts: int64 [experts of all ranks]."""
         ranks = self.group.size()
         sent = counts.view(ranks, -1)  # [to rank, its experts]

@@ -59,7 +59,8 @@ def global_norm(parameters: list[nn.Parameter], mesh: DeviceMesh | None) -> Tens
             for dimension, placement in enumerate(placements):
                 if is_cut(placement) and of_kind.size(dimension) > 1:
                     dist.all_reduce(square, group=of_kind.get_group(dimension))
-        squares.append(square)
+        # with parallel.cpu_offload all but routers' gradients are in CPU memory
+        squares.append(square if mesh is None else square.to(mesh.device_type))
     return sum_over(mesh, ("pp",), torch.stack(squares).sum()).sqrt()
 
 

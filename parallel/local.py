@@ -47,6 +47,7 @@ def is_cut(placement: Any) -> bool:
 
 
 def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Scales local tensors in place in few kernels."""
-    if tensors:
-        torch._foreach_mul_(tensors, factor)
+    """Scales local tensors in place in few kernels. Some may be in CPU memory (parallel.cpu_offload) beside others on
+    the device."""
+    for device in {tensor.device for tensor in tensors}:
+        torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], factor.to(device))

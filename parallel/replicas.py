@@ -37,7 +37,7 @@ def differing(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Compares, over all ranks, the bits of those that hold the same region of a tensor of the same name. A collective;
     a rank may lack names that others have. Returns the same on each: by name, which ranks differ from which."""
     names = {derive(name, str(local_region(tensor))): name for name, tensor in tensors.items()}
-    prints = torch.stack([fingerprint(local(tensor)) for tensor in tensors.values()]).cpu()
+    prints = torch.stack([fingerprint(local(tensor)).cpu() for tensor in tensors.values()])
     count = torch.tensor(len(names))
     dist.all_reduce(count, dist.ReduceOp.MAX)
     own = torch.zeros(2, int(count), dtype=torch.int64)  # where a rank has fewer: region 0, the same on all

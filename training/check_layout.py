@@ -41,9 +41,6 @@ def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
         yield from _experts(config)
         told = any(problem.key == "parallel.pp" for problem in of_degrees)
         yield from () if told else _pipeline(config, world)
-    if parallel.cpu_offload and parallel.strategy is Strategy.fsdp2 and config.model.moe.experts > 0:
-        reason = "routers stay on the device, and one optimizer step cannot take both in this version"
-        yield Problem("parallel.cpu_offload", True, reason, "parallel.cpu_offload=false, or model.moe.experts=0")
     reshard, shards = parallel.reshard_after_forward, parallel.shards
     whole = parallel.strategy is Strategy.fsdp2 and shards >= 1
     if whole and not isinstance(reshard, bool) and (reshard < 1 or shards % reshard != 0):
@@ -396,9 +393,9 @@ def _experts(config: Config) -> Iterator[Problem]:
     """What ranks with different experts need."""
     model, parallel, ep = config.model, config.parallel, config.parallel.ep
     scope, experts = config.compile.scope, model.moe.experts
-    if scope in (Scope.block, Scope.model) and experts_apart(model, parallel):
-        reason = "experts apart from their layer take any number of tokens, which is not compiled in this version"
-        yield Problem("compile.scope", scope.name, reason, "compile=none, or parallel.ep=1 parallel.tp=1")
+    if scope is Scope.model and experts_apart(model, parallel):
+        reason = "experts apart from their layer take any number of tokens, for which no graph of the model is made"
+        yield Problem("compile.scope", "model", reason, "compile=block, or parallel.ep=1 parallel.tp=1")
     if ep < 2 or experts < 0:
         return
     if experts == 0:
@@ -452,9 +449,6 @@ def activations_rules(config: Config, world: World) -> Iterator[Problem]:
         if mode is not user and value != getattr(default, user.name):
             reason = f"is a key of activations={user.name}; the mode is {mode.name}"
             yield Problem(f"activations.{user.name}", value, reason, f"activations={user.name}, or leave it out")
-    if mode is Recompute.selective and experts_apart(config.model, config.parallel):
-        reason = "FSDP2 gathers experts apart from their layer within a block, and torch can keep nothing of that"
-        yield Problem("activations.mode", "selective", reason, "activations=full")
     if mode is Recompute.segments and segments is not None and legal_numbers(layers) and segments > layers:
         reason = f"a segment is one block at least, and there are {layers}"
         instead = f"activations.segments={layers}, or null for the square root of the layers"

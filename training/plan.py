@@ -72,10 +72,7 @@ def settle_activations(config: Config, dtype: Dtype, memory_bytes: float | None)
     mode: Recompute = as_scheduled(activations, parallel).mode
     why = f"{parallel.schedule.name} computes nothing again"
     if mode is Recompute.auto:
-        apart = experts_apart(config.model, parallel)
-        modes = [mode for mode in LADDER[LADDER.index(by_size) :] if not (apart and mode is Recompute.selective)]
-        mode, why = _first_that_fits(config, dtype, memory_bytes, modes)
-        why = why or "of experts apart from their layer torch can keep nothing"
+        mode, why = _first_that_fits(config, dtype, memory_bytes, LADDER[LADDER.index(by_size) :])
     if mode is by_size:
         return ""
     activations.mode = mode

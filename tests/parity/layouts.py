@@ -111,6 +111,7 @@ BY_INDUCTOR = {
     "parallel=tp compile=block",
     "parallel=fsdp2 parallel.tp=2 compile=block",
     "parallel=pp compile=block",
+    "parallel=fsdp2 parallel.ep=2 compile=block",
 }
 
 # Tensor parallelism alone and with every way of data parallelism.
@@ -178,10 +179,25 @@ EXPERT_PARALLEL = [
     layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=2 activations=segments"),
     layout(8, "parallel=hsdp parallel.tp=2 parallel.ep=4", 4),
     layout(8, "parallel=fsdp2 parallel.tp=2 parallel.cp=2 parallel.ep=2"),
+    layout(2, "parallel=fsdp2 parallel.ep=2 activations=selective"),
+    layout(2, "parallel=tp activations=selective"),
+    layout(2, "parallel=fsdp2 parallel.ep=2 parallel.cpu_offload=true"),
+    layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=4 activations=selective parallel.cpu_offload=true"),
+]
+# Their blocks in pieces.
+COMPILED_EXPERT_PARALLEL = [
+    layout(2, "parallel=fsdp2 parallel.ep=2 compile=block"),
+    layout(2, "parallel=tp compile=block"),
+    layout(2, "parallel=tp parallel.ep=2 compile=block activations=selective"),
+    layout(2, "parallel.cp=2 parallel.ep=2 compile=block"),
+    layout(2, "parallel=fsdp2 parallel.ep=2 compile=block activations=full"),
+    layout(2, "parallel=fsdp2 parallel.ep=2 compile=block activations=segments"),
+    layout(2, "parallel=fsdp2 parallel.ep=2 compile=block activations=budget activations.budget=0.3"),
 ]
 # The number is that of micro-batches a step.
 EXPERT_PARALLEL_PIPELINE = [
     (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.ep=2"), 3),
+    (layout(4, "parallel=fsdp2 parallel.pp=2 parallel.ep=2 compile=block activations=selective"), 3),
     (layout(8, "parallel=zero1 parallel.pp=2 parallel.tp=2 parallel.ep=4 parallel.schedule=zbv"), 6),
     (layout(8, "parallel=fsdp2 parallel.pp=2 parallel.cp=2 parallel.ep=4 parallel.schedule=interleaved_1f1b"), 2),
     (layout(4, "parallel=zero1 parallel.pp=2 parallel.ep=2 parallel.schedule=dualpipev"), 6),
@@ -210,6 +226,7 @@ MORE_EXPERTS = [
     layout(1, "parallel=single activations=full"),
     layout(2, "parallel=fsdp2 activations=full"),
     layout(2, "parallel=fsdp2 activations=selective"),
+    layout(2, "parallel=fsdp2 parallel.cpu_offload=true"),
     layout(2, "parallel=ddp activations=segments"),
     layout(2, "parallel=zero1 activations=offload"),
     layout(2, "parallel=fsdp2 compile=block"),

@@ -18,7 +18,6 @@ from parallel.config import (
     Schedule,
     Scope,
     Strategy,
-    experts_apart,
 )
 from parallel.pipeline import sends_to_itself
 from parallel.planning.stages import ONE_STAGE, SPLIT, V_SHAPED, runs, stages_per_rank
@@ -180,18 +179,15 @@ def draw_expert_ranks(random: Random, config: Config) -> None:
     parallel, default = config.parallel, ParallelConfig()
     ranks = parallel.dp_shard * parallel.cp * parallel.tp
     parallel.ep = random.choice([1, *2 * divisors(math.gcd(config.model.moe.experts, ranks))[1:]])
-    parallel.cpu_offload = False
     if not parallel.torch_ddp:
         for name in DDP_KEYS:
             setattr(parallel, name, getattr(default, name))
 
 
 def draw_activations(random: Random, config: Config) -> None:
-    """Every mode but torch's budget, which needs a compiled graph, and selective where torch can keep nothing."""
+    """Every mode but torch's budget, which needs a compiled graph."""
     activations, layers = config.activations, config.model.layers
     activations.mode = random.choice([mode for mode in Recompute if mode is not Recompute.budget])
-    if activations.mode is Recompute.selective and experts_apart(config.model, config.parallel):
-        activations.mode = Recompute.full
     if activations.mode is Recompute.segments:
         activations.segments = random.choice([None, random.randint(1, layers)])
     if activations.mode is Recompute.every_n:

@@ -17,6 +17,7 @@ from tests.parity.layouts import (
     ACTIVATIONS,
     COMPILED,
     COMPILED_CONTEXT,
+    COMPILED_EXPERT_PARALLEL,
     COMPILED_TENSOR,
     CONTEXT,
     CONTEXT_ACTIVATIONS,
@@ -177,6 +178,10 @@ CASES = [
     *[pytest.param(Case(layout, 3, FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED],
     *[pytest.param(Case(layout, 3, TENSOR_FLOAT64[3][0]), marks=pytest.mark.slow) for layout in COMPILED_TENSOR],
     *[pytest.param(Case(layout, 3, CONTEXT_TRAININGS[0]), marks=pytest.mark.slow) for layout in COMPILED_CONTEXT],
+    *[
+        pytest.param(Case(layout, 3, EXPERT_PARALLEL_TRAININGS[0]), marks=pytest.mark.slow)
+        for layout in COMPILED_EXPERT_PARALLEL
+    ],
     *[case for layout in EXPERT_PARALLEL for case in cases_of(layout, 3, EXPERT_PARALLEL_TRAININGS)],
     *[
         case

@@ -589,10 +589,8 @@ def test_context_parallelism(values: dict[str, Any], key: str, reason: str, inst
         ({"model__moe__experts": 6}, "parallel.ep", "dp_shard x cp x tp = 8", "parallel.ep=2"),
         ({"model__moe__experts": 0}, "parallel.ep", "no experts", "parallel.ep=1, or model.moe.experts=16"),
         ({"parallel__ep": 0}, "parallel.ep", "at least 1", "parallel.ep=1"),
-        ({"compile__scope": "block"}, "compile.scope", "any number of tokens", "compile=none"),
-        ({"compile__scope": "block", "parallel__ep": 1, "parallel__tp": 2}, "compile.scope", "any number", "tp=1"),
-        ({"activations__mode": "selective"}, "activations.mode", "keep nothing", "activations=full"),
-        ({"parallel__cpu_offload": True}, "parallel.cpu_offload", "routers stay", "parallel.cpu_offload=false"),
+        ({"compile__scope": "model"}, "compile.scope", "any number of tokens", "compile=block"),
+        ({"compile__scope": "model", "parallel__ep": 1, "parallel__tp": 2}, "compile.scope", "any number", "tp=1"),
     ],
 )
 def test_expert_parallelism(values: dict[str, Any], key: str, reason: str, instead: str) -> None:
