@@ -12,7 +12,7 @@ from parallel.config import CompileConfig, Scope
 from parallel.pieces import replace_pieces
 
 DEFAULT_GRAPHS = 8  # torch's own recompile_limit
-KINDS_OF_BLOCKS = 4  # with and without a skip and a value embedding
+KINDS_OF_BLOCKS = 6  # with and without a skip and a value embedding; two pieces more where experts are apart
 
 
 def compile_model(
