@@ -19,7 +19,6 @@ pytestmark = pytest.mark.torch211
 # 6 windows and 16 choices: last batches are ragged.
 RUN = "steps=20 checkpoint.every=10 metrics.sample_tokens=3 metrics.every=1 evals.batch_sequences=4"
 MICRO = "micro_batch=2"
-APART = "parallel=fsdp2 parallel.ep=2 model.moe.experts=4 model.moe.dim=32"
 STREAMS = "model.x0=true model.skips=true model.value_embeddings=1"  # blocks with and without a skip and a table
 
 
@@ -86,8 +85,10 @@ def recompiles(runs: Runs, name: str) -> list[int]:
         pytest.param(2, "parallel=fsdp2 compile=block", 1, 1, marks=pytest.mark.slow),
         (2, "parallel.pp=2 compile=block", 1, 1),
         # the pieces of a block; what experts get changes from step to step
-        pytest.param(2, f"{APART} compile=block", 3, 3, marks=pytest.mark.slow),
-        pytest.param(2, f"{APART} compile=block activations=selective", 3, 3, marks=pytest.mark.slow),
+        pytest.param(2, "parallel=fsdp2 parallel.ep=2 model.moe.experts=4 compile=block", 3, 3, marks=pytest.mark.slow),
+        pytest.param(
+            2, "parallel.tp=2 model.moe.experts=4 compile=block activations=selective", 3, 3, marks=pytest.mark.slow
+        ),
         pytest.param(1, f"compile=block {STREAMS}", 2, 2, marks=pytest.mark.slow),
         pytest.param(
             2,
