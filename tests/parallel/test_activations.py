@@ -278,17 +278,21 @@ def test_sums_of_tensor_parallelism_are_not_made_again(mode: str) -> None:
 EXPERTS = MoE(experts=4, top_k=2, dim=48, shared=1, forced_balance=True)
 
 
-def apart(mode: str) -> tuple[Counter[str], float]:
-    """Blocks whose experts two ranks share: operations in their backward pass, each a block, and what their forward
-    pass leaves allocated, in values a token and block and units of dim."""
+def apart(mode: str, sent: bool) -> tuple[Counter[str], float]:
+    """Blocks whose experts are apart: operations in their backward pass, each a block, and what their forward pass
+    leaves allocated, in values a token and block and units of dim. sent: whether rows are, which frees some memory in
+    other threads."""
     from torch.autograd.profiler import profile
 
-    from parallel.expert import cut_experts
+    from parallel.expert import Exchange, cut_experts
+
+    if not sent:
+        setattr(Exchange, "_exchange", lambda exchange, rows, *sizes: rows.clone())  # noqa: B010 (mypy: a method)
 
     start_process_group(CPU, 60)
     with torch.device("meta"):
         model = Decoder(small(moe=EXPERTS))
-    cut_experts(model, init_device_mesh("cpu", (2,)))
+    cut_experts(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     model.to_empty(device="cpu")
     keep_activations(model, ActivationsConfig(mode=Recompute[mode]), CPU, apart=True)
     x = torch.randn(BATCH, SEQ, DIM, requires_grad=True)
@@ -304,28 +308,24 @@ def apart(mode: str) -> tuple[Counter[str], float]:
     return counts, kept / (BATCH * SEQ * LAYERS * DIM * 4)
 
 
-@pytest.fixture(scope="module")
-def of_modes() -> dict[str, tuple[Counter[str], float]]:
-    return {mode: run_ranks(2, apart, mode)[0] for mode in ("none", "selective", "full")}
-
-
-def test_rows_are_sent_to_experts_once(of_modes: dict[str, tuple[Counter[str], float]]) -> None:
+def test_rows_are_sent_to_experts_once() -> None:
     """Forward sends counts, rows and results, backward two gradients; each of two products has two in backward. What is
     selective computes norms and GELU again, that of experts and that of the shared one."""
+    counts = {mode: run_ranks(2, apart, mode, True)[0][0] for mode in ("none", "selective", "full")}
     names = ("all_to_all_single", "_grouped_mm", "gelu", "native_layer_norm")
-    found = {mode: tuple(counts[name] for name in names) for mode, (counts, _) in of_modes.items()}
+    found = {mode: tuple(of_mode[name] for name in names) for mode, of_mode in counts.items()}
     assert found == {"none": (2, 4, 0, 0), "selective": (2, 4, 2, 2), "full": (2 + 3, 4 + 2, 2, 2)}
-    assert of_modes["selective"][0]["mm"] == of_modes["none"][0]["mm"]
+    assert counts["selective"]["mm"] == counts["none"]["mm"]
 
 
-def test_what_is_kept_of_experts_apart(of_modes: dict[str, tuple[Counter[str], float]]) -> None:
+def test_what_is_kept_of_experts_apart() -> None:
     """Values a token and block in units of dim. A token has two rows, and experts are half as wide as dim.
 
     All: input, norm, q, k, v, attention, sum, norm; of the rows what experts got, GELU's input and output, and results;
     of the shared one GELU's input and output. Selective: input, q, k, v, attention, out, norm; of the rows what experts
     got, GELU's input, and results; of the shared one up and down. Full: input. Places of rows, scores and statistics
     are some 40 numbers a token."""
-    found = {mode: kept for mode, (_, kept) in of_modes.items()}
+    found = {mode: run_ranks(1, apart, mode, False)[0][1] for mode in ("none", "selective", "full")}
     assert found["none"] == pytest.approx(8 + 2 * (1 + 0.5 + 0.5 + 1) + 1 + 40 / DIM, abs=0.25)
     assert found["selective"] == pytest.approx(7 + 2 * (1 + 0.5 + 1) + 1.5 + 30 / DIM, abs=0.25)
     assert found["full"] < 2
