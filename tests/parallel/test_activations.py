@@ -323,12 +323,18 @@ def test_what_is_kept_of_experts_apart() -> None:
 
     All: input, norm, q, k, v, attention, sum, norm; of the rows what experts got, GELU's input and output, and results;
     of the shared one GELU's input and output. Selective: input, q, k, v, attention, out, norm; of the rows what experts
-    got, GELU's input, and results; of the shared one up and down. Full: input. Places of rows, scores and statistics
-    are some 40 numbers a token."""
-    found = {mode: run_ranks(1, apart, mode, False)[0][1] for mode in ("none", "selective", "full")}
-    assert found["none"] == pytest.approx(8 + 2 * (1 + 0.5 + 0.5 + 1) + 1 + 40 / DIM, abs=0.25)
-    assert found["selective"] == pytest.approx(7 + 2 * (1 + 0.5 + 1) + 1.5 + 30 / DIM, abs=0.25)
-    assert found["full"] < 2
+    got, GELU's input, and results; of the shared one up and down. Full: input. And numbers a token: two int64 places of
+    each row here and where it went, log-sum-exp of each head, the weights of two experts; with all the deviations and
+    means of two norms and what the router has (scores, chosen experts in int64, weights before and after their sum, the
+    sum); with selective logits."""
+    both = 4 * 2 * 2 + HEADS + 2
+    values = {
+        "none": 8 + 2 * (1 + 0.5 + 0.5 + 1) + 1 + (both + 4 + EXPERTS.experts + 2 * 2 + 2 + 1) / DIM,
+        "selective": 7 + 2 * (1 + 0.5 + 1) + 0.5 + 1 + (both + EXPERTS.experts) / DIM,
+        "full": 1,
+    }
+    found = {mode: run_ranks(1, apart, mode, False)[0][1] for mode in values}
+    assert found == pytest.approx(values, rel=1e-3)
 
 
 def graphs() -> dict[str, int]:
