@@ -26,8 +26,9 @@ def check_values(model: Decoder, mesh: DeviceMesh | None, loaded_from: str | Non
     """loaded_from: a checkpoint; None: as initialized, each with the mean and the deviation of its Spec. A collective;
     raises WrongValues on every rank, which names the parameters of its stage."""
     specs = parameter_specs(model)
-    sums = torch.stack([_sums(model.get_parameter(name), spec) for name, spec in specs.items()])
-    sums = sums if mesh is None else sums.to(mesh.device_type)  # offloaded ones are on the CPU
+    found = [_sums(model.get_parameter(name), spec) for name, spec in specs.items()]
+    # offloaded ones are on the CPU, all but routers' then
+    sums = torch.stack(found if mesh is None else [of_one.to(mesh.device_type) for of_one in found])
     sum_over(mesh, ("dp_replicate", "dp_shard", "tp"), sums)  # copies count as often as there are: so do their sizes
     wrong = [
         f"  {name} {told}"
