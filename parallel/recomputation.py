@@ -26,10 +26,12 @@ def recomputed_layers(config: ActivationsConfig, model: ModelConfig) -> range:
     return model.all_blocks[:: config.every_n] if mode is Recompute.every_n else range(0)
 
 
-def keeps_nothing(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether blocks that are computed again keep nothing but their input, not even what attention gave and what was
-    scattered: where FSDP2 gathers experts within them (parallel.activations.keep_activations)."""
-    return experts_apart(model, parallel)
+def keeps_nothing(config: ActivationsConfig, model: ModelConfig, parallel: ParallelConfig, layer: int) -> bool:
+    """Whether a block that is computed again keeps nothing but its input, not even what attention gave and what was
+    scattered: where FSDP2 gathers experts within it, unless it is computed again in pieces
+    (parallel.activations.keep_activations)."""
+    apart = experts_apart(model, parallel) and model.routed(layer)
+    return apart and settled(config, model) is not Recompute.selective
 
 
 def segment_borders(config: ActivationsConfig, layers: int) -> list[int]:

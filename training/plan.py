@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from models.config import ModelConfig
-from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy, experts_apart
+from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy
 from parallel.planning.layout import master_bytes, values
 from parallel.planning.memory import Memory, held_shapes, memory, state_of
 from parallel.planning.stages import as_scheduled, costs, stage_shapes, stages

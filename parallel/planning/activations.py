@@ -7,8 +7,8 @@ to each dtype. All are bytes for one token on one of `tp` ranks. parallel: the l
 from itertools import pairwise
 
 from models.config import Balance, ModelConfig, Norm, NormPlace, Position, QKNorm
-from parallel.config import ActivationsConfig, Context, Dtype, ParallelConfig, Recompute
-from parallel.planning.layout import BYTES, INDEX_BYTES
+from parallel.config import ActivationsConfig, Context, Dtype, ParallelConfig, Recompute, experts_apart
+from parallel.planning.layout import BYTES, INDEX_BYTES, cut_parts
 from parallel.planning.stages import Order, Stage
 from parallel.recomputation import NOT_KEPT, keeps_nothing, recomputed_layers, segment_borders, settled
 
@@ -121,36 +121,42 @@ def _experts_bytes(model: ModelConfig, compute: Dtype, parallel: ParallelConfig)
     router += moe.top_k + 1 if moe.normalize else 0  # the weights before, and their sum
     router += 1 if moe.balance is not Balance.none else 0  # the sum of the scores
     router += moe.experts + 1 if moe.z_loss > 0 else 0  # logits, and their log-sum
-    moves = 4 if parallel.ep > 1 else 2
     hidden = _widened(model) * model.expert_dim * width
-    kept = router * wide + moe.top_k * (2 * dim * width + hidden + (1 + moves) * INDEX_BYTES) + moe.shared * hidden
+    rows = moe.top_k * (2 * dim * width + hidden + INDEX_BYTES + _places_bytes(parallel))
+    kept = router * wide + rows + moe.shared * hidden
     kept += moe.top_k if moe.capacity_factor is not None else 0  # which are within it
     same = parallel.tp == 1 and width == wide  # the shared experts' input is the router's
     return kept / parallel.tp + (dim * width if moe.shared and not same else 0)
 
 
+def _places_bytes(parallel: ParallelConfig) -> int:
+    """Where a row comes from and goes: among those sorted by expert, and among those that come from other ranks."""
+    return (4 if parallel.ep > 1 else 2) * INDEX_BYTES
+
+
 def recomputed_block_bytes(
     model: ModelConfig,
+    activations: ActivationsConfig,
     compute: Dtype,
-    selective: bool,
     layer: int,
     parallel: ParallelConfig = ALONE,
     length: int = 0,
 ) -> float:
     """A block that is computed again keeps its input, what attention gave, and what was scattered over tp; where it is
     selective also what every matrix product gave, which those before a scatter give whole. Where experts are apart it
-    keeps its input alone."""
+    keeps its input alone, or selectively also what its pieces hand to each other."""
     dim, width, tp = model.dim, BYTES[compute], parallel.tp
     kept = stream_bytes(model, compute, tp)
-    if keeps_nothing(model, parallel):
+    if keeps_nothing(activations, model, parallel, layer):
         return kept
     bent = model.attention_softcap is not None
     kept += _attention_bytes(model, compute, tp) if model.attention not in NOT_KEPT and not bent else 0
-    kept += 2 * dim * width / tp if tp > 1 else 0
-    if selective:
+    kept += cut_parts(model, layer) * dim * width / tp if tp > 1 else 0
+    if settled(activations, model) is Recompute.selective:
         kept += _projected(model) * width / tp + dim * width
         kept += (model.query_dim + model.heads * length) * width / tp if bent else 0  # attention is two products
         kept += _feedforward_products(model, compute, layer, tp)
+        kept += _handed_on(model, compute, parallel) if experts_apart(model, parallel) and model.routed(layer) else 0
     return kept
 
 
@@ -159,9 +165,16 @@ def _feedforward_products(model: ModelConfig, compute: Dtype, layer: int, tp: in
     moe, width, widening = model.moe, BYTES[compute], 1 + model.gated
     if not model.routed(layer):
         return widening * model.feedforward_dim * width / tp + model.dim * width
-    shared = widening * moe.shared * model.expert_dim + model.dim if moe.shared else 0
-    experts = moe.top_k * (widening * model.expert_dim + model.dim)
-    return moe.experts * max(4, width) + (experts + shared) * width
+    rows = (moe.shared + moe.top_k) * widening * model.expert_dim + moe.top_k * model.dim
+    return (moe.experts * max(4, width) + rows * width) / tp + (model.dim * width if moe.shared else 0)
+
+
+def _handed_on(model: ModelConfig, compute: Dtype, parallel: ParallelConfig) -> float:
+    """What the pieces of a block (parallel.pieces) hand to each other beside products: what the router takes, and for
+    each chosen expert a row, its places and its weight; and what a norm at the end takes, which is in no piece."""
+    row, wide = model.dim * BYTES[compute], max(4, BYTES[compute])
+    normed = row + wide if model.norm_place is not NormPlace.before else 0
+    return (row + model.moe.top_k * (row + _places_bytes(parallel) + wide) + normed) / parallel.tp
 
 
 def head_bytes(model: ModelConfig, compute: Dtype, tp: int = 1, waits: bool = False) -> float:
@@ -243,8 +256,7 @@ def kept_bytes(
         if mode is Recompute.budget:
             part = {layer: stream + activations.budget * (of_block - stream) for layer, of_block in whole.items()}
         for layer in set(recomputed_layers(activations, model)) & set(layers):
-            selective = mode is Recompute.selective
-            part[layer] = recomputed_block_bytes(model, compute, selective, layer, parallel, length)
+            part[layer] = recomputed_block_bytes(model, activations, compute, layer, parallel, length)
         kept, again = sum(part.values()), max(whole[layer] - part[layer] for layer in layers)
     tables = sum(model.value_table(layer) is not None for layer in layers)
     vectors = tables * 2 * model.key_value_dim * BYTES[compute] / tp  # and what they are mixed with

@@ -31,6 +31,12 @@ def tensor_cut(name: str, model: ModelConfig) -> int | None:
     return None if own_name == "bias" and cut == 1 else cut
 
 
+def cut_parts(model: ModelConfig, layer: int) -> int:
+    """Attention, and the feed-forward layer or the shared experts: parts of a block that gather the stream over tp and
+    scatter what they add to it."""
+    return 1 if model.routed(layer) and model.moe.shared == 0 else 2
+
+
 def part(length: int, ranks: int, rank: int) -> int:
     """Of `length` rows those of one rank, as torch.chunk and DTensor cut: ceil(length / ranks) each while there are
     any."""

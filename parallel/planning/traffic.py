@@ -29,6 +29,7 @@ from parallel.planning.layout import (
     BYTES,
     INDEX_BYTES,
     as_sharded,
+    cut_parts,
     experts_here,
     master_bytes,
     padded_shard,
@@ -360,9 +361,10 @@ def _exchange(
     activations: ActivationsConfig,
 ) -> Iterator[Traffic]:
     """How many tokens each expert gets, then a row for each token and expert, there and back; the same rows' gradients
-    in backward. What is computed again sends again. Each rank gets as many rows as it has, as with even loads."""
+    in backward. What is computed again sends again, unless it is in pieces (selective). Each rank gets as many rows as
+    it has, as with even loads."""
     layers = len(_routed(model, held))
-    again = len(set(_made_again(model, held, activations)) & set(_routed(model, held)))
+    again = len(set(_whole_again(model, held, parallel, activations)) & set(_routed(model, held)))
     forward, backward = (layers + again) * batch.accumulation, layers * batch.accumulation
     tokens = batch.micro_batch * batch.sequence_length // parallel.tp
     rows = tokens * model.moe.top_k * model.dim * BYTES[compute]
@@ -406,28 +408,28 @@ def _made_again(model: ModelConfig, held: list[Stage], activations: ActivationsC
     return [layer for stage in held for layer in stage.layers if layer in again]
 
 
-def _cut_parts(model: ModelConfig, layer: int) -> int:
-    """Attention, and the feed-forward layer or the shared experts: parts of a block that gather the stream."""
-    return 1 if model.routed(layer) and model.moe.shared == 0 else 2
+def _whole_again(
+    model: ModelConfig, held: list[Stage], parallel: ParallelConfig, activations: ActivationsConfig
+) -> list[int]:
+    """Those of which nothing is kept but what goes in: blocks of a segment, and those where experts are apart."""
+    segments = settled(activations, model) is Recompute.segments
+    again = _made_again(model, held, activations)
+    return [layer for layer in again if segments or keeps_nothing(activations, model, parallel, layer)]
 
 
 def _again(
     model: ModelConfig, held: list[Stage], parallel: ParallelConfig, activations: ActivationsConfig
 ) -> tuple[int, int]:
     """Gathers and scatters of the stream that backward makes again. A block that is computed again gathers for each of
-    its parts; what was scattered is kept. A segment keeps nothing, nor does a block where experts are apart: both
-    scatter again, but for a feed-forward layer at the end, whose result no gradient needs unless it is normalized."""
-    again = _made_again(model, held, activations)
-    gathers = sum(_cut_parts(model, layer) for layer in again)
+    its parts; what was scattered is kept. Where nothing is kept it scatters again, but for a feed-forward layer at the
+    end of a block or segment, whose result no gradient needs unless it is normalized."""
+    gathers = sum(cut_parts(model, layer) for layer in _made_again(model, held, activations))
+    ends = whole = _whole_again(model, held, parallel, activations)
     if settled(activations, model) is Recompute.segments:
         borders = [(stage, segment_borders(activations, len(stage.layers))[1:]) for stage in held]
         ends = [stage.layers[end - 1] for stage, of_stage in borders for end in of_stage]
-    elif keeps_nothing(model, parallel):
-        ends = again
-    else:
-        return gathers, 0
-    unneeded = sum(_cut_parts(model, layer) == 2 for layer in ends) if model.norm_place is NormPlace.before else 0
-    return gathers, gathers - unneeded
+    unneeded = sum(cut_parts(model, layer) == 2 for layer in ends) if model.norm_place is NormPlace.before else 0
+    return gathers, sum(cut_parts(model, layer) for layer in whole) - unneeded
 
 
 def _tensor(
@@ -449,7 +451,7 @@ def _tensor(
     parameters that are whole on each rank are summed together, once a step (parallel.gradients.sum_alike)."""
     ranks, tokens = parallel.tp, batch.micro_batch * batch.sequence_length
     stream = tokens * model.dim * BYTES[compute]
-    parts = sum(_cut_parts(model, layer) for stage in held for layer in stage.layers)
+    parts = sum(cut_parts(model, layer) for stage in held for layer in stage.layers)
     each = 2 * parts + sum(stage.first + stage.last for stage in held)
     collectives = (Collective.all_gather, Collective.reduce_scatter)
     for collective, again in zip(collectives, _again(model, held, parallel, activations), strict=True):
@@ -482,10 +484,10 @@ def _context(
     gather: keys and values, and in backward their gradients scattered. ulysses: queries, keys and values to ranks of
     heads, and the result back; the same in backward. ring: keys and values to every other rank; in backward again, and
     beside them their gradients, in float32 or wider, one hop further. A block that is computed again does forward's
-    part again; the ring's result is kept, unless it is of a segment or experts are apart."""
+    part again; the ring's result is kept, unless nothing is."""
     ranks, layers = parallel.cp, [layer for stage in held for layer in stage.layers]
-    everything = settled(activations, model) is Recompute.segments or keeps_nothing(model, parallel)
-    again = len(_made_again(model, held, activations))
+    ring = parallel.context is Context.ring
+    again = len(_whole_again(model, held, parallel, activations) if ring else _made_again(model, held, activations))
     forward, backward = (len(layers) + again) * batch.accumulation, len(layers) * batch.accumulation
     tokens = batch.micro_batch * batch.sequence_length
     pairs = 2 * tokens * model.key_value_dim // parallel.tp  # values of a rank's keys and values
@@ -502,7 +504,7 @@ def _context(
         heads, number = pairs + 2 * tokens * model.query_dim // parallel.tp, forward + backward
         yield entry(Collective.all_to_all, "heads", 2 * number, number * heads * width)
     else:
-        hops, forward = ranks - 1, forward if everything else backward
+        hops = ranks - 1
         yield entry(
             Collective.send, "keys, values", (forward + backward) * hops, (forward + backward) * hops * pairs * width
         )

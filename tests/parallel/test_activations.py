@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel.offload
-from models.config import ModelConfig, MoE
+from models.config import FeedForward, ModelConfig, MoE, NormPlace
 from models.decoder import Decoder
 from parallel.activations import keep_activations
-from parallel.config import ActivationsConfig, ParallelConfig, Recompute
+from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute
 from parallel.mesh import build_mesh, start_process_group
 from parallel.offload import Memory
+from parallel.planning.activations import kept_bytes
 from parallel.precision import LowPrecision
 from tests.models.build import random_decoder, random_tokens, tiny
 from tests.ranks import run_ranks
@@ -278,7 +279,7 @@ def test_sums_of_tensor_parallelism_are_not_made_again(mode: str) -> None:
 EXPERTS = MoE(experts=4, top_k=2, dim=48, shared=1, forced_balance=True)
 
 
-def apart(mode: str, sent: bool) -> tuple[Counter[str], float]:
+def apart(mode: str, sent: bool, keys: dict[str, Any] | None = None) -> tuple[Counter[str], float]:
     """Blocks whose experts are apart: operations in their backward pass, each a block, and what their forward pass
     leaves allocated, in values a token and block and units of dim. sent: whether rows are, which frees some memory in
     other threads."""
@@ -291,7 +292,7 @@ def apart(mode: str, sent: bool) -> tuple[Counter[str], float]:
 
     start_process_group(CPU, 60)
     with torch.device("meta"):
-        model = Decoder(small(moe=EXPERTS))
+        model = Decoder(small(moe=EXPERTS, **(keys or {})))
     cut_experts(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     model.to_empty(device="cpu")
     keep_activations(model, ActivationsConfig(mode=Recompute[mode]), CPU, apart=True)
@@ -335,6 +336,20 @@ def test_what_is_kept_of_experts_apart() -> None:
     }
     found = {mode: run_ranks(1, apart, mode, False)[0][1] for mode in values}
     assert found == pytest.approx(values, rel=1e-3)
+    planned = {mode: planned_apart(mode) for mode in values}
+    assert planned == pytest.approx(values, rel=1e-3)
+
+
+@pytest.mark.parametrize("keys", [{"ffn": FeedForward.swiglu}, {"norm_place": NormPlace.both}], ids=str)
+def test_what_is_kept_of_experts_apart_is_planned(keys: dict[str, Any]) -> None:
+    found = {mode: run_ranks(1, apart, mode, False, keys)[0][1] for mode in ("none", "selective", "full")}
+    assert {mode: planned_apart(mode, **keys) for mode in found} == pytest.approx(found, rel=1e-3)
+
+
+def planned_apart(mode: str, **keys: Any) -> float:
+    """The formula for what `apart` counts."""
+    model, activations = small(moe=EXPERTS, **keys), ActivationsConfig(mode=Recompute[mode])
+    return kept_bytes(model, activations, Dtype.fp32, ParallelConfig(ep=2))[0] / (LAYERS * DIM * 4)
 
 
 def graphs() -> dict[str, int]:

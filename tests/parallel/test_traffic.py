@@ -62,6 +62,7 @@ APART = [
     layout(4, "parallel=fsdp2 parallel.ep=2 parallel.reshard_after_forward=1"),
     layout(4, "parallel=fsdp2 parallel.ep=2 parallel.reshard_after_backward=false activations=offload"),
     layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=2 parallel.reduce=step activations=full"),
+    layout(4, "parallel=tp parallel.tp=2 parallel.cp=2 parallel.context=ring activations=selective"),
     layout(4, "parallel=ddp parallel.tp=2 parallel.cp=2"),
     layout(4, "parallel=hsdp parallel.ep=2", 2),
     layout(4, "parallel=hsdp parallel.tp=2 activations=segments", 2),
