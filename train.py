@@ -10,7 +10,7 @@ from training.advice import Device, advice
 from training.bubble import bubble_told
 from training.check import describe, settle
 from training.compose import check_command, from_hydra, refusing
-from training.plan import axes_table, settle_activations, stages_table
+from training.plan import axes_table, counts_told, settle_activations, stages_table
 
 
 def print_comments(text: str) -> None:
@@ -31,6 +31,7 @@ def main(composed: DictConfig) -> None:
                 why = settle_activations(config, device.dtype, device.memory_bytes) if trains else ""
                 print(describe(config, chosen))
                 if trains:
+                    print_comments(counts_told(config))
                     print_comments(why)
                     print_comments(
                         stages_table(config, device.dtype) + bubble_told(config, world, config.hardware.device)

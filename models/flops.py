@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from models.config import ModelConfig
-from models.shapes import is_learned, parameter_shapes
+from models.shapes import is_learned, is_table, parameter_shapes
 
 
 def _known_vocabulary(config: ModelConfig) -> int:
@@ -34,6 +34,13 @@ def _attention_weights(config: ModelConfig) -> int:
     q = dim * config.query_dim if latent.q_rank is None else latent.q_rank * (dim + config.query_dim)
     kv = dim * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * (config.heads * latent.nope_dim + values)
     return q + kv + dim * values
+
+
+def embedding_parameters(config: ModelConfig) -> int:
+    """Of the tables over the vocabulary and over positions, the head among them, a tied one once: what published
+    "non-embedding" sizes leave out (Kaplan et al. 2020; Pythia, Qwen)."""
+    shapes = parameter_shapes(replace(config, vocab_multiple=1))
+    return sum(math.prod(shape) for name, shape in shapes.items() if is_table(name))
 
 
 def block_flops_per_token(config: ModelConfig, sequence_length: int, layer: int) -> tuple[float, float, float]:
@@ -71,10 +78,28 @@ def end_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Floating-point operations of forward and backward for one token of training.
 
-    6 per weight of a matrix product it meets (the head is one, tied or not; embeddings are not) and 12 x layers x dim x
-    sequence_length for attention over the whole square (Chowdhery et al. 2022, PaLM, appendix B; nanoGPT counts
-    norms, biases and padding too, 0.1 % more for GPT-2 124M). Causality is not deducted and recomputation not added,
-    so MFU neither depends on the kernel nor on activation memory.
+    The sum of 6 for each weight of a matrix product it meets (the head is one, tied or not; looking up a vector is
+    none; of experts the router, top_k and the shared ones) and 12 x layers x heads x head_dim x sequence_length for
+    attention over the whole square (Chowdhery et al. 2022, PaLM, appendix B; nanoGPT counts norms, biases and padding
+    too, 0.1 % more for GPT-2 124M). Neither causality nor a window is deducted and recomputation not added, so MFU,
+    which counts these, depends neither on the kernel nor on activation memory. Softmax, norms, activations, biases and
+    the optimizer are left out.
     """
     blocks = sum(sum(block_flops_per_token(config, sequence_length, layer)[:2]) for layer in range(config.layers))
     return 3.0 * (blocks + end_flops_per_token(config, sequence_length))
+
+
+def seen_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """`flops_per_token` with attention only to the tokens that are seen, by causality and by windows when they have
+    grown: for each block the mean number of them in place of sequence_length. Borders of documents are not deducted."""
+    unseen = 0.0
+    for layer in config.all_blocks:
+        share = tokens_seen(sequence_length, config.window_of(layer)) / sequence_length
+        unseen += block_flops_per_token(config, sequence_length, layer)[1] * (1 - share)
+    return flops_per_token(config, sequence_length) - 3.0 * unseen
+
+
+def tokens_seen(sequence_length: int, window: int | None) -> float:
+    """How many tokens one attends to, itself among them: 1, 2, ... up to the window, then so many; their mean."""
+    most = sequence_length if window is None else min(window, sequence_length)
+    return most * (most + 1) / 2 / sequence_length + most * (sequence_length - most) / sequence_length

@@ -18,6 +18,11 @@ def is_learned(name: str) -> bool:
     return not in_router(name) or name.endswith(".weight")
 
 
+def is_table(name: str) -> bool:
+    """A row for each token of the vocabulary, or for each position."""
+    return name.startswith(("embed.", "values.", "head."))
+
+
 def has_gradient(name: str, config: ModelConfig) -> bool:
     """Counts come as gradients too (models.moe.Router), those of dropped assignments where there is a capacity."""
     constant = (".router.bias",) if config.moe.capacity_factor is not None else (".router.bias", ".router.dropped")

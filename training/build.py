@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from models.flops import active_parameters, flops_per_token, parameters
+from models.flops import flops_per_token, parameters
 from parallel.apply import Spread, parallelize
 from parallel.config import UNCOMPRESSED, Dtype, Scope
 from parallel.mesh import data_coordinate, random_coordinate
@@ -37,7 +37,7 @@ from training.metrics.throughput import no_peak, peak_flops
 from training.metrics.writers import Writers
 from training.optimizers.build import build_optimizer
 from training.place import Place
-from training.plan import axes_table, settle_activations, stages_table, unplanned
+from training.plan import axes_table, counts_told, settle_activations, stages_table, unplanned
 from training.refusal import Problem, Refusal
 from training.resolve import DEGREES, Chosen, data_ranks, resolve_epochs
 from training.schedule import Schedule
@@ -263,10 +263,9 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
     degrees = {axis: getattr(config.parallel, axis) for axis in DEGREES}
     layout = ", ".join([config.parallel.strategy.name, *(f"{axis} {n}" for axis, n in degrees.items() if n > 1)])
     compiled = spread.compiled.name
-    count = f"{parameters(config.model):,} parameters"
-    if config.model.moe.experts > 0:
-        count += f" ({active_parameters(config.model):,} active)"
-    say(f"run {place.folder.path}: {count}, {dtype.name}, compile {compiled}")
+    say(f"run {place.folder.path}: {parameters(config.model):,} parameters, {dtype.name}, compile {compiled}")
+    for line in counts_told(config).splitlines():
+        say(f"  {line}")
     assert config.sequence_length is not None
     say(f"  activations: {told(config.activations, config.model, config.sequence_length)}")
     kernel, why = attention_of(config, place.device, dtype)

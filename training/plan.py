@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from models.config import ModelConfig
+from models.flops import active_parameters, embedding_parameters, flops_per_token, parameters, seen_flops_per_token
 from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy
 from parallel.planning.layout import master_bytes, values
 from parallel.planning.memory import Memory, held_shapes, memory, state_of
@@ -131,6 +132,23 @@ def whole_replica(config: Config) -> ParallelConfig:
     parallel = config.parallel
     ranks = data_ranks(config) * parallel.cp * parallel.tp * parallel.pp
     return replace(parallel, strategy=Strategy.ddp, dp_replicate=ranks, dp_shard=1, cp=1, tp=1, ep=1, pp=1)
+
+
+def counts_told(config: Config) -> str:
+    """The model's parameters and what a token costs in training (models.flops); "" while vocabulary or length are not
+    known."""
+    model, length = config.model, config.sequence_length
+    if model.vocab_size is None or length is None:
+        return ""
+    total, active = parameters(model), active_parameters(model)
+    of_them = [] if active == total else [f"{active:,} active"]
+    of_them.append(f"{embedding_parameters(model):,} of embeddings and head")
+    whole, seen = flops_per_token(model, length), seen_flops_per_token(model, length)
+    return (
+        f"parameters: {total:,}, of them {', '.join(of_them)}\n"
+        f"FLOPs per token: {whole / 1e6:,.1f} M with attention over the whole square, as MFU counts; "
+        f"{seen / 1e6:,.1f} M over what is seen ({seen / whole:.1%})".replace("%", " %")
+    )
 
 
 def axes_table(config: Config, dtype: Dtype) -> str:

@@ -3,14 +3,25 @@
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
+from models.attention import visible
 from models.config import Attention as Kernel
-from models.config import Latent, ModelConfig, MoE, Norm, Position
+from models.config import FeedForward, Latent, ModelConfig, MoE, Norm, NormPlace, Position, QKNorm, Score
 from models.decoder import Decoder
-from models.flops import active_parameters, flops_per_token, parameters
+from models.flops import (
+    active_parameters,
+    embedding_parameters,
+    flops_per_token,
+    parameters,
+    seen_flops_per_token,
+    tokens_seen,
+)
 from tests.models.build import random_decoder, random_tokens, tiny
 from tests.ranks import ROOT, run_ranks
 
@@ -93,41 +104,189 @@ def test_parameters_of_experts() -> None:
     assert more == 6 * 2 * (5 * dim + (2 + 1) * expert - 2 * dim * ffn)
 
 
-def counted_flops(config: ModelConfig, batch: int, seq: int) -> int:
-    """Of forward and backward, by torch's counter."""
+# Qwen3, by its technical report (2025) and config.json
+QWEN3: dict[str, Any] = {
+    "head_dim": 128,
+    "kv_heads": 8,
+    "vocab_size": 151936,
+    "context": 4096,
+    "bias": False,
+    "norm": Norm.rmsnorm,
+    "qk_norm": QKNorm.head,
+    "position": Position.rotary,
+    "ffn": FeedForward.swiglu,
+}
+
+
+def test_embeddings_are_what_published_sizes_leave_out() -> None:
+    """Pythia's table to the parameter (Biderman et al. 2023), the cards of Qwen3 to their digits, and GPT-2 by hand."""
+    pythia = ModelConfig(
+        layers=12, heads=12, dim=768, context=2048, vocab_size=50304, position=Position.rotary, tied_head=False
+    )
+    assert parameters(pythia) == 162_322_944
+    assert parameters(pythia) - embedding_parameters(pythia) == 85_056_000
+    small = ModelConfig(layers=28, dim=1024, heads=16, ffn_dim=3072, **QWEN3)
+    large = ModelConfig(layers=36, dim=4096, heads=32, ffn_dim=12288, tied_head=False, **QWEN3)
+    moe = MoE(experts=128, top_k=8, dim=768)
+    sparse = ModelConfig(layers=48, dim=2048, heads=32, moe=moe, tied_head=False, **QWEN3 | {"kv_heads": 4})
+    for config, total, without in ((small, 0.6, 0.44), (large, 8.2, 6.95), (sparse, 30.5, 29.9)):
+        assert parameters(config) / 1e9 == pytest.approx(total, rel=0.01)
+        assert (parameters(config) - embedding_parameters(config)) / 1e9 == pytest.approx(without, rel=0.01)
+    assert active_parameters(sparse) // 1e8 == 33  # the card's 3.3 billion are cut off, not rounded
+    assert embedding_parameters(gpt2("124M")) == (50257 + 1024) * 768
+    valued = tiny(value_embeddings=1, position=Position.none, kv_heads=1, tied_head=False)
+    assert embedding_parameters(valued) == 67 * (24 + 24 + 8)
+
+
+LLAMA: dict[str, Any] = {
+    "bias": False,
+    "norm": Norm.rmsnorm,
+    "position": Position.rotary,
+    "ffn": FeedForward.swiglu,
+    "ffn_dim": 50,
+    "fused_qkv": False,
+}
+FAMILIES = {
+    "gpt2": {},
+    "gpt2 untied": {"tied_head": False, "bias": False, "ffn_dim": 50, "layers": 3},
+    "llama": {**LLAMA, "heads": 6, "kv_heads": 2, "tied_head": False},
+    "qwen3": {**LLAMA, "heads": 4, "kv_heads": 2, "head_dim": 10, "qk_norm": QKNorm.head},
+    "olmo": {
+        **LLAMA,
+        "qk_norm": QKNorm.all,
+        "norm_place": NormPlace.after,
+        "layers": 4,
+        "window": 5,
+        "full_every": 4,
+        "tied_head": False,
+    },
+    "gemma": {
+        **LLAMA,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "ffn": FeedForward.geglu,
+        "norm_place": NormPlace.both,
+        "attention_softcap": 50.0,
+        "logit_softcap": 30.0,
+        "attention_scale": 0.2,
+        "embedding_scale": 5.0,
+        "window": 7,
+        "full_every": 2,
+    },
+    "moe": {
+        **LLAMA,
+        "layers": 3,
+        "kv_heads": 1,
+        "moe": MoE(experts=5, top_k=2, dim=14, shared=2, dense_layers=1, score=Score.sigmoid),
+    },
+    "moe without gates": {"bias": False, "moe": MoE(experts=4, top_k=3)},
+    "speedrun": {
+        **LLAMA,
+        "ffn": FeedForward.relu2,
+        "layers": 5,
+        "tied_head": False,
+        "norm_weight": False,
+        "qk_norm": QKNorm.head,
+        "embedding_norm": True,
+        "logit_softcap": 15.0,
+        "value_embeddings": 2,
+        "x0": True,
+        "skips": True,
+        "window": 6,
+        "full_every": 2,
+    },
+}
+
+
+def family(name: str) -> ModelConfig:
+    """The math kernel, since in backward fused ones compute scores again, which is not counted; no padding."""
+    return tiny(vocab_multiple=1, attention=Kernel.math, **FAMILIES[name])
+
+
+def product_by_expert(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Of operations that torch's counter knows."""
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
+
+
+Counted = tuple[int, int]  # all operations of forward and backward, and those of attention among them
+
+
+def counted_flops(cases: list[tuple[ModelConfig, int]], batch: int) -> list[Counted]:
+    """By torch's counter. Products of a batch of matrices with another are those of attention alone."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = random_decoder(config)
-    tokens = random_tokens(config, batch, seq)
-    with FlopCounterMode(display=False) as counter:
-        model(tokens=tokens, labels=tokens).backward()
-    return counter.get_total_flops()
+    found = []
+    for config, seq in cases:
+        model = random_decoder(config)
+        tokens = random_tokens(config, batch, seq)
+        with FlopCounterMode(display=False) as counter, patch("models.moe.grouped_product", product_by_expert):
+            model(tokens=tokens, labels=tokens).backward()
+        found.append((counter.get_total_flops(), counter.get_flop_counts()["Global"][torch.ops.aten.bmm]))
+    return found
+
+
+BATCH, LENGTHS = 2, (16, 5)
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[tuple[str, int], Counted]:
+    cases = [(name, seq) for name in FAMILIES for seq in LENGTHS]
+    [found] = run_ranks(1, counted_flops, [(family(name), seq) for name, seq in cases], BATCH)
+    return dict(zip(cases, found, strict=True))
+
+
+@pytest.mark.torch211
+@pytest.mark.parametrize("seq", LENGTHS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flops_are_those_of_torchs_counter(name: str, seq: int, counted: dict[tuple[str, int], Counted]) -> None:
+    """To the last one. Of what is seen: those of attention by the share of the square that masks leave."""
+    config, tokens = family(name), BATCH * seq
+    total, attention = counted[name, seq]
+    assert flops_per_token(config, seq) * tokens == total
+    places = torch.arange(seq)
+    masks = [visible(places, places, config.window_of(layer)) for layer in range(config.layers)]
+    share = sum(mask.sum().item() for mask in masks) / (config.layers * seq**2)
+    assert seen_flops_per_token(config, seq) * tokens == pytest.approx(total - attention * (1 - share), rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        tiny(vocab_multiple=1, attention=Kernel.math),
-        tiny(vocab_multiple=1, attention=Kernel.math, tied_head=False, bias=False, ffn_dim=50, layers=3),
-        tiny(vocab_multiple=1, attention=Kernel.math, heads=6, kv_heads=2),
-    ],
-    ids=["tied", "untied", "grouped heads"],
+    ("length", "window", "mean"), [(4, None, 2.5), (4, 4, 2.5), (4, 9, 2.5), (4, 1, 1), (4, 2, 1.75)]
 )
-@pytest.mark.parametrize("seq", [16, 5])
-def test_flops_are_those_of_torchs_counter(config: ModelConfig, seq: int) -> None:
-    """The math kernel, since the fused ones compute scores again in backward, which is not counted."""
-    [counted] = run_ranks(1, counted_flops, config, 2, seq)
-    assert flops_per_token(config, seq) == pytest.approx(counted / (2 * seq), rel=0.01)
+def test_tokens_seen(length: int, window: int | None, mean: float) -> None:
+    assert tokens_seen(length, window) == mean
 
 
-def test_flops_of_gpt2_124m() -> None:
-    """nanoGPT's 855.4 million a token, which also counts 47 rows of padding, norms and biases."""
-    padding, norms_and_biases = 47 * 768, 121_344
-    assert flops_per_token(gpt2("124M"), 1024) + 6 * (padding + norms_and_biases) == pytest.approx(855.4e6, abs=0.05e6)
+# Operations a token of a model with 50304 rows, in millions.
+NANOGPT = {"124M": 855.4, "350M": 2420, "774M": 5200, "1558M": 10280}
+
+
+@pytest.mark.parametrize("size", GPT2)
+def test_flops_of_gpt2_as_nanogpt_counts(size: str) -> None:
+    """It also counts 47 rows of padding, norms and biases."""
+    layers, _, dim = GPT2[size][0]
+    padding, norms_and_biases = 47 * dim, layers * 13 * dim + 2 * dim
+    found = flops_per_token(gpt2(size), 1024) + 6 * (padding + norms_and_biases)
+    assert found / 1e6 == pytest.approx(NANOGPT[size], abs=0.05 if size == "124M" else 5)
+
+
+def test_flops_of_gpt2_124m_as_llmc_counts() -> None:
+    """llm.c: 6 for each of 124,475,904 parameters, positions among them, and half the square; 803.5 million. Products
+    alone: 798.0 (both with padding)."""
+    padding, norms_and_biases, positions = 47 * 768, 121_344, 1024 * 768
+    products = seen_flops_per_token(gpt2("124M"), 1024) + 6 * padding
+    assert products / 1e6 == pytest.approx(798.0, abs=0.1)
+    assert (products + 6 * (norms_and_biases + positions)) / 1e6 == pytest.approx(803.5, abs=0.1)
 
 
 def test_an_unknown_vocabulary_is_said() -> None:
-    for count in (parameters, lambda config: flops_per_token(config, 8), lambda config: config.padded_vocab_size):
+    for count in (
+        parameters,
+        embedding_parameters,
+        lambda config: flops_per_token(config, 8),
+        lambda config: config.padded_vocab_size,
+    ):
         with pytest.raises(ValueError, match=r"model\.vocab_size"):
             count(ModelConfig())
 
