@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention import visible
 from models.config import Attention as Kernel
 from models.config import FeedForward, Latent, ModelConfig, MoE, Norm, NormPlace, Position, QKNorm, Score
 from models.decoder import Decoder
@@ -22,6 +21,7 @@ from models.flops import (
     seen_flops_per_token,
     tokens_seen,
 )
+from models.kernels import visible
 from tests.models.build import random_decoder, random_tokens, tiny
 from tests.ranks import ROOT, run_ranks
 

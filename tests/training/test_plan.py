@@ -8,7 +8,7 @@ from parallel.config import Dtype, Recompute
 from parallel.recomputation import settled
 from training.compose import compose
 from training.config import Config
-from training.plan import GIB, axes_table, memory_of, settle_activations, whole_replica
+from training.plan import GIB, axes_table, counts_told, memory_of, settle_activations, whole_replica
 from training.resolve import World, resolve
 
 
@@ -26,6 +26,21 @@ def test_the_table_of_the_documents_is_the_one_that_is_shown() -> None:
     config = resolved("model=gpt2_124m parallel=fsdp2_tp batch_sequences=32 precision=bf16", World(8, 8))
     page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
     assert axes_table(config, Dtype.bf16) in page
+
+
+def test_counts_are_said_as_the_documents_show_them() -> None:
+    """With experts by hand: embeddings, attention and norms of 4 blocks, a feed-forward layer, experts of 3, the norm.
+    Of 8 experts 6 are idle."""
+    tables, attention = (257 + 128) * 64, 4 * 64 * (64 + 1) + 4 * 64
+    routed = 8 * 64 + (8 + 1) * 2 * 64 * 64 + 2 * 64
+    total = tables + 4 * attention + 64 * 256 * 2 + 256 + 64 + 3 * routed + 2 * 64
+    active = total - 3 * 6 * 2 * 64 * 64
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    assert counts_told(resolved("model=gpt2_124m", World(1, 1))) in page
+    experts, _ = counts_told(resolved("model=moe_debug", World(1, 1))).splitlines()
+    assert experts == f"parameters: {total:,}, of them {active:,} active, {tables:,} of embeddings and head"
+    unknown = resolved("tokenizer=tiktoken tokenizer.name=cl100k_base", World(1, 1))
+    assert counts_told(unknown) == ""
 
 
 def test_ddp() -> None:
