@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from models.schema import Changes, key
 
@@ -275,6 +276,10 @@ class ModelConfig:
 
     latent: Latent = key(Latent, "multi-head latent attention")
     moe: MoE = key(MoE, "mixture of experts")
+    parts: dict[str, dict[str, Any]] = key(
+        dict,
+        "classes of your own in the place of a block's parts: attention | feedforward, each with _target_ and keywords (docs/your-own-model.md)",
+    )
 
     @property
     def key_value_heads(self) -> int:

@@ -16,6 +16,7 @@ from models.mix import Mix
 from models.moe import MoE
 from models.multitoken import MultiToken
 from models.norm import norm_of
+from models.parts import own_part
 
 Ends = tuple[bool, bool]  # the embedding; norm and head
 Stream = tuple[Tensor, ...]  # what goes from block to block, each [batch, seq, dim]: x, x0, the open skips
@@ -34,11 +35,14 @@ class Block(nn.Module):
         self.mix = Mix(**mixed) if len(mixed) > 1 else None
         before, after = config.norm_place is not NormPlace.after, config.norm_place is not NormPlace.before
         self.attention_norm = norm_of(config) if before else None
-        self.attention = LatentAttention(config, layer) if config.latent.kv_rank > 0 else Attention(config, layer)
+        ours = LatentAttention if config.latent.kv_rank > 0 else Attention
+        own = own_part(config, "attention", layer)
+        self.attention = ours(config, layer) if own is None else own
         self.attention_post_norm = norm_of(config) if after else None
         self.feedforward_norm = norm_of(config) if before else None
         self.routed = config.routed(layer)
-        self.feedforward = MoE(config) if self.routed else FeedForward(config, config.feedforward_dim)
+        own = MoE(config) if self.routed else own_part(config, "feedforward", layer)
+        self.feedforward = FeedForward(config, config.feedforward_dim) if own is None else own
         self.feedforward_post_norm = norm_of(config) if after else None
 
     def forward(

@@ -1,9 +1,11 @@
-"""How many parameters a model has and how many operations a token costs. No torch here."""
+"""How many parameters a model has and how many operations a token costs. No torch here, unless a part is the
+user's own."""
 
 import math
 from dataclasses import replace
 
 from models.config import ModelConfig
+from models.parts import part_flops
 from models.shapes import is_learned, is_table, parameter_shapes
 
 
@@ -48,16 +50,32 @@ def block_flops_per_token(config: ModelConfig, sequence_length: int, layer: int)
     the whole square, and of the product at its end, which is among the first and whose result no gradient needs.
 
     With experts: the router, top_k experts and the shared ones. What experts give is needed for the gradient of their
-    weights; what the shared ones give is not."""
+    weights; what the shared ones give is not. Of a user's own part what torch counts, nothing where it cannot, and no
+    product is known to be its last."""
+    weights, scores = _attention_flops(config, sequence_length, layer)
+    of_part, last = _feedforward_flops(config, sequence_length, layer)
+    return weights + of_part, scores, last
+
+
+def _attention_flops(config: ModelConfig, sequence_length: int, layer: int) -> tuple[float, float]:
+    if "attention" in config.parts:
+        return part_flops(config, "attention", layer, sequence_length) or (0.0, 0.0)
+    square = config.query_dim + config.heads * config.value_size
+    return 2.0 * _attention_weights(config), 2.0 * square * sequence_length
+
+
+def _feedforward_flops(config: ModelConfig, sequence_length: int, layer: int) -> tuple[float, float]:
+    """Of all products, and of the last of them."""
     dim, moe, matrices = config.dim, config.moe, 2 + config.gated
-    attention, square = _attention_weights(config), config.query_dim + config.heads * config.value_size
     if config.routed(layer):
         last = dim * moe.shared * config.expert_dim
-        weights = attention + dim * moe.experts + matrices * (dim * moe.top_k * config.expert_dim + last)
+        weights = dim * moe.experts + matrices * (dim * moe.top_k * config.expert_dim + last)
+    elif "feedforward" in config.parts:
+        return sum(part_flops(config, "feedforward", layer, sequence_length) or (0.0,)), 0.0
     else:
         last = dim * config.feedforward_dim
-        weights = attention + matrices * last
-    return 2.0 * weights, 2.0 * square * sequence_length, 2.0 * last
+        weights = matrices * last
+    return 2.0 * weights, 2.0 * last
 
 
 def head_flops_per_token(config: ModelConfig) -> float:

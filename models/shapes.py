@@ -1,6 +1,7 @@
-"""The parameters of a model by name and shape, for plans. No torch here."""
+"""The parameters of a model by name and shape, for plans. No torch here, unless a part is the user's own."""
 
 from models.config import ModelConfig, Norm, NormPlace, Position, QKNorm
+from models.parts import part_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -47,7 +48,9 @@ def block_shapes(config: ModelConfig, layer: int) -> Shapes:
     """The parameters of one block, in the module's order, which is that of their use in forward."""
     mixed = ["x0"] * config.x0 + ["skip"] * config.takes_skip(layer)
     shapes: Shapes = {f"mix.{name}": (1,) for name in ["x", *mixed]} if mixed else {}
-    attention = _latent(config) if config.latent.kv_rank > 0 else _attention(config, layer)
+    attention = part_shapes(config, "attention", layer)
+    if attention is None:
+        attention = _latent(config) if config.latent.kv_rank > 0 else _attention(config, layer)
     parts = {"attention": attention, "feedforward": _feedforward_part(config, layer)}
     for part, of_part in parts.items():
         shapes |= _norm(f"{part}_norm", config) if config.norm_place is not NormPlace.after else {}
@@ -88,7 +91,8 @@ def _latent(config: ModelConfig) -> Shapes:
 def _feedforward_part(config: ModelConfig, layer: int) -> Shapes:
     if config.routed(layer):
         return _experts_shapes(config)
-    return _feedforward("feedforward", config.feedforward_dim, config)
+    own = part_shapes(config, "feedforward", layer)
+    return _feedforward("feedforward", config.feedforward_dim, config) if own is None else own
 
 
 def _feedforward(name: str, width: int, config: ModelConfig) -> Shapes:

@@ -231,8 +231,7 @@ def cut_tensors(model: Decoder, mesh: DeviceMesh) -> dict[str, float]:
     Returns, by name, the parameters that all ranks hold whole, and by how much their gradients count in the sum over
     the ranks that gives each of them the same bits: 1 where each rank has a part (norms, positions), else what makes a
     mean, since ranks may differ in rounding (biases added after a scatter)."""
-    without = [f"{name} ({type(part).__name__})" for name, part in _parts(model) if row_of(part) is None]
-    if without:
+    if without := without_row(model):
         raise LookupError(f"tensor parallelism has no row for {', '.join(without)}: add one to parallel.tensor.ROWS")
     shares: set[nn.Module] = set()
     for _, part in list(_parts(model)):
@@ -262,6 +261,21 @@ def overlap_communication(mesh: DeviceMesh) -> None:
 def row_of(part: nn.Module) -> Row | None:
     """The row of a part's class, or of the nearest class it inherits from."""
     return next((ROWS[kind] for kind in type(part).__mro__ if kind in ROWS), None)
+
+
+def without_row(model: nn.Module) -> list[str]:
+    """Parts of a model, or of the part it is, that have parameters and no row, and parameters that a part's row leaves
+    out: each with its class."""
+    parts = [("", model)] if row_of(model) is not None else _parts(model)
+    found = [f"{name} ({type(part).__name__})" for name, part in parts if row_of(part) is None]
+    for name, part in parts:
+        row = row_of(part)
+        if row:  # one without entries is for what is whole on each rank
+            cut = {child for child, style in row.items() if not isinstance(style, PrepareModuleInput)}
+            names = [own for own, _ in part.named_parameters()]
+            left = [own for own in names if own.rpartition(".")[0].partition(".")[0] not in cut]
+            found += [f"{name}.{own} ({type(part).__name__})".lstrip(".") for own in left]
+    return found
 
 
 def _parts(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib.util import find_spec
 from operator import attrgetter
@@ -16,6 +17,7 @@ from models.config import Balance, Latent, ModelConfig, MoE, Position, QKNorm, R
 from parallel.config import Compress, Dtype
 from training.check_attention import attention_rules
 from training.check_layout import activations_rules, batches_around, compile_rules, parallel_rules, sizes_near
+from training.check_parts import built_problems, class_problems
 from training.config import Config, DataKind, Load, OptimizerConfig, ScheduleKind, TokenizerKind, leaves, nested
 from training.inputs import input_problems
 from training.keys import keys, nearest, show
@@ -101,9 +103,14 @@ def check(config: Config, world: World) -> list[Problem]:
     """Every problem of a resolved config. Rules between numbers are looked at where the numbers themselves are legal.
 
     With eval_only the model and its sequence length are not known yet: call check again once the checkpoint's are."""
+    model = config.model
+    config = replace(config, model=replace(model, parts={}))  # the rules are those of our parts
     problems = list(_ranges(config, world))
     wrong = {problem.key for problem in problems}
     problems += [problem for problem in _between(config, world) if problem.key not in wrong]
+    if model.parts:
+        problems += class_problems(model)
+        problems += [] if problems else built_problems(model, config.parallel)
     return [Problem(problem.key, show(problem.value), problem.reason, problem.instead) for problem in problems]
 
 

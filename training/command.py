@@ -17,7 +17,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString
 from hydra.errors import HydraException
 
-from training.keys import Key, Mismatch, convert, keys, mismatch, nearest, sections, show, unknown
+from models.parts import PARTS, TARGET
+from training.keys import Key, Mismatch, convert, keys, mismatch, nearest, open_key, sections, show, unknown
 from training.refusal import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,6 +170,8 @@ def _problems(override: Override, word: str, presets: Presets, sweep: bool) -> l
         return [Problem(name, typed, reason, f"-m {word}" + (f", or a list: {name}=[{typed}]" if listed else ""))]
     if presets.is_group(name):
         return _group_problems(override, typed, presets)
+    if (opened := open_key(name)) is not None and name != opened.name:
+        return _part_problems(override, name, typed)
     key = keys().get(name)
     if key is not None:
         return _key_problems(override, key, typed)
@@ -205,11 +208,10 @@ def _key_problems(override: Override, key: Key, typed: str) -> list[Problem]:
     name = key.name
     if override.is_delete():
         return [Problem(f"~{name}", typed, "a key cannot be removed", f"{name}={key.example()}")]
-    if override.is_add():
+    if override.is_add() and not key.is_open:
         return [Problem(f"+{name}", typed, "the key is there already; + is for new ones", f"{name}={typed}")]
     if override.package is not None:
-        reason = "only a group can be put elsewhere with @"
-        return [Problem(f"{name}@{override.package}", typed, reason, f"{name}={typed}")]
+        return _package_problems(override, name, typed)
     problems: dict[str, Problem] = {}  # each once, also where many values of a sweep have it
     for value in _values(override):
         if isinstance(value, str) and "${" in value:
@@ -221,6 +223,28 @@ def _key_problems(override: Override, key: Key, typed: str) -> list[Problem]:
             problem = mismatch(key, written, error)
             problems.setdefault(str(problem), problem)
     return list(problems.values())
+
+
+def _part_problems(override: Override, name: str, typed: str) -> list[Problem]:
+    """Of a key in model.parts, the one dictionary that is open. Its other keys are those of a class: check looks."""
+    of, _, part = name.partition("parts.")
+    part, _, keyword = part.partition(".")
+    if part not in PARTS:
+        near = nearest(part, PARTS, most=1)
+        keys_of = [".".join(filter(None, [f"{of}parts", other, keyword])) for other in near or PARTS]
+        instead = " or ".join(f"{key}={typed}" for key in keys_of)
+        return [Problem(name, typed, f"is no part of a block, which are {' and '.join(PARTS)}", instead)]
+    if not keyword and not override.is_delete() and not all(isinstance(value, dict) for value in _values(override)):
+        reason = "is a class and its keywords"
+        return [Problem(name, typed, reason, f"++{name}.{TARGET}=<module>.<class>")]
+    return _package_problems(override, name, typed)
+
+
+def _package_problems(override: Override, name: str, typed: str) -> list[Problem]:
+    if override.package is None:
+        return []
+    reason = "only a group can be put elsewhere with @"
+    return [Problem(f"{name}@{override.package}", typed, reason, f"{name}={typed}")]
 
 
 def _values(override: Override) -> list[Any]:

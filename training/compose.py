@@ -38,6 +38,10 @@ JOBS_AT_MOST = 50  # jobs of a sweep that are composed and checked before the fi
 FIRST_RANK_PATIENCE = 10.0  # seconds in which the first rank of a host should have told why a run is refused
 # Ways to say one thing: the command line's wins over a file's, and any other over what config.yaml itself says.
 ALTERNATIVES = (("steps", "tokens", "epochs"), ("batch_sequences", "batch_tokens"))
+# What Hydra says of + and of its absence before a key of an open dictionary, with the word to write.
+OPEN = re.compile(
+    r"Could not (append to config|override).*?(?:prefix: '|config use )([^\n]+?)'?$", re.DOTALL | re.MULTILINE
+)
 UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -188,6 +192,13 @@ def _unreadable(error: Exception) -> Problem:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return Problem(f"{mark.name}:{mark.line + 1}", "", f"is not YAML: {error.problem}", "lines such as `lr: 0.001`")
+    if found := OPEN.match(str(error)):
+        there, word = found[1] == "append to config", found[2]
+        name, _, typed = word.lstrip("+").partition("=")
+        if there:
+            return Problem(f"+{name}", typed, "the key is there already; + is for new ones", word)
+        reason = "no preset sets this key"
+        return Problem(name, typed, reason, f"{word} if its class takes it, else a key that the preset sets")
     cause = error.__cause__ if isinstance(error.__cause__, UNREADABLE) else None
     said = " ".join(line.strip() for line in f"{error}\n{cause or ''}".splitlines() if line.strip())
     return Problem("config", "", said, "`python train.py --info defaults` shows what is read")

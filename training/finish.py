@@ -76,6 +76,6 @@ def next_ways(config: Config, folder: RunFolder, goes_on: str) -> str:
             f"finished: {steps:,} steps; everything is in {folder.path}",
             f"  longer:     {longer}",
             f"  start anew: {with_keys(goes_on, {'name': f'{folder.name}-2'})}",
-            f"  score:      {with_keys(goes_on.partition(' train.py')[0] + ' train.py', score)}",
+            f"  score:      {with_keys(goes_on.partition('train.py')[0] + 'train.py', score)}",
         ]
     )

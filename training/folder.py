@@ -135,6 +135,8 @@ def as_typed(value: Any) -> str:
     """A value as it is written on the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{as_typed(of)}' for name, of in value.items())}}}"
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
     )

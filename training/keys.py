@@ -46,6 +46,11 @@ class Key:
         """A legal value, as it is typed."""
         return show(self.default) if self.default is not None else {int: "100", float: "0.1"}.get(self.kinds[0], "null")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is a dictionary, in which + makes new keys."""
+        return get_origin(self.kind) is dict
+
     def is_choice(self) -> bool:
         return any(isinstance(kind, type) and issubclass(kind, Enum) for kind in self.kinds)
 
@@ -65,6 +70,8 @@ def is_union(kind: Any) -> bool:
 def _in_words(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return " | ".join(kind.__members__)
+    if get_origin(kind) is dict:
+        return "a dictionary of dictionaries"
     names = {int: "a whole number", float: "a number", bool: "true | false", str: "text"}
     return names.get(kind, "a list such as [a,b]")
 
@@ -89,6 +96,11 @@ def _keys_of(schema: type, prefix: str) -> Iterable[Key]:
             )
 
 
+def open_key(name: str) -> Key | None:
+    """The open dictionary in which a dotted name lies, or which it is."""
+    return next((key for key in keys().values() if key.is_open and f"{name}.".startswith(f"{key.name}.")), None)
+
+
 @cache
 def sections() -> dict[str, type]:
     """The groups of the config and their schemas."""
@@ -103,6 +115,8 @@ def show(value: Any) -> str:
         return value.name
     if isinstance(value, list):
         return f"[{','.join(show(v) for v in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{show(v)}' for name, v in value.items())}}}"
     return str(value)
 
 
@@ -150,6 +164,8 @@ def _as(kind: Any, value: Any) -> Any:
     if isinstance(value, list) and get_origin(kind) is list:
         items = [_as(get_args(kind)[0], item) for item in value]
         return None if None in items else items
+    if isinstance(value, dict) and get_origin(kind) is dict:
+        return value if all(isinstance(name, str) and isinstance(of, dict) for name, of in value.items()) else None
     return None
 
 
@@ -224,6 +240,11 @@ def unknown(name: str, typed: str, more: Iterable[str] = (), prefix: str = "") -
 
     `typed`: its value as written; `more`: names beside those of the schema; `prefix`: a + or ~ before the key."""
     groups = () if "." in name else (*sections(), *more)  # what they take is a preset's name
+    for opened in (key.name for key in keys().values() if key.is_open):
+        parts = name.split(".")
+        own = parts[opened.count(".") + 1 :]
+        if own and nearest(".".join(parts[: -len(own)]), keys(), most=1) == [opened]:
+            return Problem(prefix + name, typed, "there is no such key", f"{prefix}{opened}.{'.'.join(own)}={typed}")
     near = nearest(name, {*keys(), *groups})
     everywhere = "a key of docs/configuration.md; `python train.py --cfg job` lists them with their values"
     instead = " or ".join(f"{other}={typed}" for other in near) or everywhere

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from models.config import ModelConfig
 from models.flops import active_parameters, embedding_parameters, flops_per_token, parameters, seen_flops_per_token
+from models.parts import TARGET, uncounted
 from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy
 from parallel.planning.layout import master_bytes, values
 from parallel.planning.memory import Memory, held_shapes, memory, state_of
@@ -108,19 +109,24 @@ def unplanned(config: Config) -> str:
     if not parts:
         return ""
     what = "memory and traffic are" if _has_other_traffic(config.model, config.parallel) else "memory is"
-    return f"{what} not planned for a model with {' and '.join(parts)} in this version"
+    told = f"{what} not planned for a model with {' and '.join(parts)} in this version"
+    if left := uncounted(config.model, config.sequence_length or config.model.context):
+        told += f"; MFU leaves out {', '.join(left)}, whose forward torch cannot count on the meta device"
+    return told
 
 
 def _without_formula(model: ModelConfig) -> list[str]:
     """Parts of a model whose activations have no formula yet."""
     parts = {"latent attention": model.latent.kv_rank > 0, "further tokens": model.mtp > 0}
-    return [part for part, there in parts.items() if there]
+    own = [f"a part of its own ({name} {of[TARGET]})" for name, of in model.parts.items()]
+    return [part for part, there in parts.items() if there] + own
 
 
 def _has_other_traffic(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Whether ranks send what no formula counts yet."""
     latent = model.latent.kv_rank > 0 and parallel.tp * parallel.cp > 1
-    return latent or model.mtp > 0
+    own = bool(model.parts) and (parallel.tp > 1 or ("attention" in model.parts and parallel.cp > 1))
+    return latent or own or model.mtp > 0
 
 
 def gib(used: float, of: float) -> str:

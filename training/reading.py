@@ -11,15 +11,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from training.keys import Key, Mismatch, convert, keys, mismatch, show, unknown
+from training.keys import Key, Mismatch, convert, keys, mismatch, open_key, show, unknown
 from training.refusal import Problem
 
 
 def typed_keys(hydra: Any) -> set[str]:
-    """The keys and groups given on the command line, by Hydra's own config."""
+    """The keys and groups given on the command line, by Hydra's own config; of an open dictionary the whole."""
     words = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # a word may hold an interpolation
     assert isinstance(words, list)
-    return {str(word).lstrip("+").partition("=")[0] for word in words}
+    names = {str(word).lstrip("+").partition("=")[0] for word in words}
+    return {name if (opened := open_key(name)) is None else opened.name for name in names}
 
 
 def resolved(key: Key, section: DictConfig) -> Any:
@@ -27,11 +28,20 @@ def resolved(key: Key, section: DictConfig) -> Any:
     there. Raises OmegaConfBaseException."""
     ENVIRONMENT.was_read = False
     value = section[key.name.rpartition(".")[2]]
-    if isinstance(value, ListConfig):
-        value = OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, ListConfig | DictConfig):
+        text, value = (OmegaConf.to_container(value, resolve=resolve) for resolve in (False, True))
+        if isinstance(value, dict):
+            return _with_environment(text, value)
     if ENVIRONMENT.was_read and isinstance(value, str) and key.kinds != (str,):
         return _as_typed(value)  # the environment has only text
     return value
+
+
+def _with_environment(text: Any, value: Any) -> Any:
+    """Of an open dictionary the value, where what the environment gave is read as on the command line."""
+    if isinstance(value, dict) and isinstance(text, dict):
+        return {name: _with_environment(text[name], inner) for name, inner in value.items()}
+    return _as_typed(value) if isinstance(value, str) and "${" in str(text) else value
 
 
 def _as_typed(text: str) -> Any:

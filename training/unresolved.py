@@ -41,6 +41,8 @@ def in_words(saved: Any) -> str:
 
 def to_write(key: str, saved: Any) -> str:
     """What to write for it."""
+    if isinstance(saved, dict) and not _is_text(saved):
+        return f"'++{key}={show(saved)}'"
     return f"{key}=<the former value of {show(saved)}>" if _is_text(saved) else f"{key}={show(saved)}"
 
 

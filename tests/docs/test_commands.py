@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^( *)```(\w*)( refused)?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    ((?:pip|uv|python|torchrun) .*)$", re.MULTILINE)
-FILE = re.compile(r"In `(\S+)`:\n\n```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"In `(\S+)`:\n\n```(?:yaml|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
