@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from training.check import settle
 from training.command import CONFIGS, Presets, jobs_of, open_presets, override_problems, parse_flags, sweeps
 from training.config import Config, nested
-from training.keys import keys
+from training.keys import keys, open_key
 from training.reading import Reader, typed_keys
 from training.refusal import Problem, Refusal
 from training.resolve import Chosen
@@ -192,9 +192,10 @@ def _unreadable(error: Exception) -> Problem:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return Problem(f"{mark.name}:{mark.line + 1}", "", f"is not YAML: {error.problem}", "lines such as `lr: 0.001`")
-    if found := OPEN.match(str(error)):
+    found = OPEN.match(str(error))
+    name, _, typed = found[2].lstrip("+").partition("=") if found else ("", "", "")
+    if found and open_key(name):
         there, word = found[1] == "append to config", found[2]
-        name, _, typed = word.lstrip("+").partition("=")
         if there:
             return Problem(f"+{name}", typed, "the key is there already; + is for new ones", word)
         reason = "no preset sets this key"
