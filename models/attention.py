@@ -72,7 +72,7 @@ class Attention(nn.Module):
             scaled = config.rotary.windows or config.window_of(layer) is None
             self.rotation = Rotation(config, self.head_dim, scaled)
         self.mix = None if config.value_table(layer) is None else Mix(own=0.5, embedding=0.5)
-        scores = config.attention_scale, config.attention_softcap, config.window_of(layer)
+        scores = config.score_scale, config.attention_softcap, config.window_of(layer)
         self.core = AttentionCore(config.attention, config.dropout, *scores)
         out = nn.Linear(queries, config.dim, bias=config.bias)
         self.out = specify(out, weight=Spec(Role.matrix, config.residual_std), bias=Spec(Role.bias))

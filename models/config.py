@@ -103,6 +103,13 @@ class Residual(Enum):
     zero = "zero"
 
 
+class Parametrization(Enum):
+    """How first values, learning rates and two products depend on the width (models.roles.scaling)."""
+
+    standard = "standard"
+    mup = "mup"
+
+
 @dataclass
 class Rotary:
     """Rotary positions (Su et al. 2021): pairs of a head's numbers are turned by an angle that grows with the position,
@@ -259,6 +266,14 @@ class ModelConfig:
         "projections into the residual stream begin with: scaled (init_std / sqrt(2 x layers), GPT-2) | same | zero",
     )
     init_embedding_std: float | None = key(None, "standard deviation of the embedding; null: init_std")
+    parametrization: Parametrization = key(
+        Parametrization.standard,
+        "standard | mup (Yang et al. 2022: the learning rate and init_std that are best for a narrow model are so for wide ones)",
+    )
+    mup_base_dim: int | None = key(None, "mup: model.dim at which both parametrizations are the same")
+    mup_base_head_dim: int | None = key(
+        None, "mup: width of a head at mup_base_dim; null: as here, wider models have more heads"
+    )
     attention: Attention = key(
         Attention.auto,
         "kernel: auto (by GPU: flash3, flash2 or sdpa) | sdpa (torch chooses) | flash | efficient | cudnn | math (sdpa's own) | flash2 (package flash-attn) | flash3 | flash4 (torch's switch) | flex | varlen | xformers (package)",
@@ -325,6 +340,20 @@ class ModelConfig:
     @property
     def embedding_std(self) -> float:
         return self.init_std if self.init_embedding_std is None else self.init_embedding_std
+
+    @property
+    def width(self) -> float:
+        """How many times as wide as mup's base; 1 without mup."""
+        return 1.0 if self.mup_base_dim is None else self.dim / self.mup_base_dim
+
+    @property
+    def score_scale(self) -> float | None:
+        """What q k^T is multiplied by; None: 1 / sqrt(head_dim). With mup it falls as 1 / head_dim (Yang et al. 2022,
+        definition 4.1)."""
+        base = self.mup_base_head_dim
+        if base is None or base == self.head_size:
+            return self.attention_scale
+        return (base**-0.5 if self.attention_scale is None else self.attention_scale) * base / self.head_size
 
     def window_of(self, layer: int) -> int | None:
         """The window of a block when it has grown; None where it attends to all."""

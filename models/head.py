@@ -55,11 +55,13 @@ class Head(nn.Module):
         role = Role.embedding if config.tied_head else Role.head
         std = config.embedding_std if config.tied_head else config.init_std
         specify(self, weight=Spec(role, std, rows=config.vocab_size))
+        self.width = config.width
         self.loss: nn.Module = TokenLoss(config)
 
     def forward(self, x: Tensor, labels: Tensor | None, reduction: Reduction) -> Tensor:
         """x: [batch, seq, dim]; labels: [batch, seq]. Returns logits [batch, seq, vocabulary] without labels; with them
         the summed loss of shape (1,), or each token's [batch, seq]."""
+        x = x if self.width == 1 else x / self.width  # Yang et al. 2022, table 8
         found = self.loss(F.linear(x, self.weight), labels)
         if labels is None:
             return found

@@ -1,9 +1,15 @@
 """What each parameter is for. Decay, precision and initialization read it here; nothing matches names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+from models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from models.decoder import Decoder
 
 
 class Role(Enum):
@@ -26,12 +32,31 @@ NOT_LEARNED = (Role.balance,)
 @dataclass(frozen=True)
 class Spec:
     """A parameter's role and its first value: normal with `mean` and `std`, or the constant `mean` where std is 0.
-    `rows`: as many rows are drawn, those below are padding and stay 0; None: all."""
+    `rows`: as many rows are drawn, those below are padding and stay 0; None: all. Where it is stated `std` is that of
+    the standard parametrization."""
 
     role: Role
     std: float = 0.0
     mean: float = 0.0
     rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a role's std and learning rate are multiplied by."""
+
+    std: float = 1.0
+    lr: float = 1.0
+
+
+def scaling(config: ModelConfig, role: Role) -> Scaling:
+    """The maximal update parametrization (Yang et al. 2022, Tensor Programs V) in the form of its table 8 for Adam, in
+    which a tied head is one parameter with the embedding. Of a matrix both sides grow with the width, of a router its
+    inputs. Embeddings, norms and biases are left, and the scores of a head are divided by the width (models.head)."""
+    width = config.width
+    if role is Role.matrix:
+        return Scaling(width**-0.5, 1 / width)
+    return Scaling(1 / width, 1 / width) if role is Role.router else Scaling()
 
 
 def specify(module: nn.Module, **specs: Spec) -> nn.Module:
@@ -40,8 +65,19 @@ def specify(module: nn.Module, **specs: Spec) -> nn.Module:
     return module
 
 
-def parameter_specs(model: nn.Module) -> dict[str, Spec]:
-    """The spec of every parameter by its full name, a shared one once. Raises LookupError for one made without."""
+def parameter_specs(model: "Decoder") -> dict[str, Spec]:
+    """The spec of every parameter by its full name, with the std of the model's parametrization. Raises as _stated."""
+    stated = _stated(model)
+    shares = {name: scaling(model.config, spec.role).std for name, spec in stated.items()}
+    return {name: replace(spec, std=spec.std * shares[name]) for name, spec in stated.items()}
+
+
+def parameter_roles(model: nn.Module) -> dict[str, Role]:
+    return {name: spec.role for name, spec in _stated(model).items()}
+
+
+def _stated(model: nn.Module) -> dict[str, Spec]:
+    """Specs as they were given to specify(), of a shared parameter once. Raises LookupError for one made without."""
     specs: dict[str, Spec] = {}
     for name, _ in model.named_parameters():
         path, _, own_name = name.rpartition(".")
@@ -51,7 +87,3 @@ def parameter_specs(model: nn.Module) -> dict[str, Spec]:
             raise LookupError(f"parameter {name} of {type(module).__name__} was made without a role: use specify()")
         specs[name] = spec
     return specs
-
-
-def parameter_roles(model: nn.Module) -> dict[str, Role]:
-    return {name: spec.role for name, spec in parameter_specs(model).items()}

@@ -77,6 +77,8 @@ def initial_weights(shape: Shape, seed: int, dtype: torch.dtype) -> Weights:
                 std = shape.embedding_std
             elif "attention.out." in name or ".down" in name:
                 std = into_stream[shape.residual]
+            if name.startswith("blocks."):  # matrices: 1 / fan-in; a router, whose outputs are few: its square
+                std = std / (shape.mup_width if ".router." in name else math.sqrt(shape.mup_width))
             blocks, each = [], 1 if len(size) == 3 else 1024
             for block, first in enumerate(range(0, size[0], each)):
                 generator = torch.Generator().manual_seed(_hash(seed, name, block))
@@ -100,7 +102,7 @@ def train(shape: Shape, seed: int, dtype: torch.dtype, batches: list[Batch], rec
     initial = initial_weights(shape, seed, dtype)
     weights = {name: value.clone() for name, value in initial.items()}
     learned = {name: value.requires_grad_() for name, value in weights.items() if not name.endswith(BALANCE)}
-    optimizer = _optimizer(learned, recipe)
+    optimizer = _optimizer(learned, recipe, shape.mup_width)
     found = Trajectory(initial, [], [], [], [], [], {})
     for batch, lr in zip(batches, recipe.lrs, strict=True):
         scores, routing = logits(weights, shape, batch.tokens)
@@ -115,7 +117,7 @@ def train(shape: Shape, seed: int, dtype: torch.dtype, batches: list[Batch], rec
             for value in learned.values():
                 _gradient(value).mul_(recipe.clip / (norm + 1e-6))
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr / group["width"]
         optimizer.step()
         for router, counts in routing.counts.items():
             assert shape.experts is not None
@@ -139,11 +141,15 @@ def token_losses(scores: Tensor, labels: Tensor) -> Tensor:
     return torch.where(predicted, scores.logsumexp(-1) - picked, 0)
 
 
-def _optimizer(weights: Weights, recipe: Recipe) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not."""
+def _optimizer(weights: Weights, recipe: Recipe, width: float) -> torch.optim.Optimizer:
+    """Matrices decay, vectors do not. Matrices of blocks learn at a rate divided by the width, and decay as much."""
+    matrices = {name: value for name, value in weights.items() if value.ndim >= 2}
+    hidden = [value for name, value in matrices.items() if name.startswith("blocks.")]
+    tables = [value for name, value in matrices.items() if not name.startswith("blocks.")]
     groups = [
-        {"params": [value for value in weights.values() if value.ndim >= 2], "weight_decay": recipe.weight_decay},
-        {"params": [value for value in weights.values() if value.ndim == 1], "weight_decay": 0.0},
+        {"params": hidden, "weight_decay": recipe.weight_decay * width, "width": width},
+        {"params": tables, "weight_decay": recipe.weight_decay, "width": 1.0},
+        {"params": [value for value in weights.values() if value.ndim == 1], "weight_decay": 0.0, "width": 1.0},
     ]
     if recipe.optimizer == "adamw":
         betas = (recipe.beta1, recipe.beta2)

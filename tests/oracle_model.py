@@ -89,6 +89,13 @@ class Shape:
     skips: bool = False
     value_tables: int = 0
     experts: Experts | None = None
+    mup_dim: int | None = None  # maximal update parametrization: the widths of the model and of a head at its base
+    mup_head: int | None = None
+
+    @property
+    def mup_width(self) -> float:
+        """How much wider than the base."""
+        return 1.0 if self.mup_dim is None else self.dim / self.mup_dim
 
     @property
     def groups(self) -> int:
@@ -330,7 +337,8 @@ def attention(x: Tensor, tokens: Tensor, layer: int, weights: Weights, shape: Sh
         v = [own * value + embedding * vector for value, vector in zip(v, vectors, strict=True)]
     back = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
     hidden = (back < 0) | (back >= (x.shape[1] if window is None else window))
-    scale = 1 / math.sqrt(shape.width) if shape.attention_scale is None else shape.attention_scale
+    sharpness = 1 / math.sqrt(shape.width) if shape.mup_head is None else math.sqrt(shape.mup_head) / shape.width
+    scale = sharpness if shape.attention_scale is None else shape.attention_scale
     attended = []
     for head, query in enumerate(q):
         group = head * shape.groups // shape.heads
@@ -425,4 +433,4 @@ def logits(weights: Weights, shape: Shape, tokens: Tensor) -> tuple[Tensor, Rout
             x = x + (normed(y, f"{name}_post_norm", weights, shape) if shape.norm_place in ("after", "both") else y)
         outputs.append(x)
     head = weights["embed.tokens.weight" if shape.tied else "head.weight"]
-    return bent(normed(x, "norm", weights, shape) @ head.T, shape.softcap), routing
+    return bent(normed(x, "norm", weights, shape) @ head.T / shape.mup_width, shape.softcap), routing

@@ -13,12 +13,22 @@ from typing import Any
 
 import yaml
 
-from models.config import Balance, Latent, ModelConfig, MoE, Position, QKNorm, RotaryScaling
+from models.config import Balance, Latent, ModelConfig, MoE, Parametrization, Position, QKNorm, RotaryScaling
 from parallel.config import Compress, Dtype
 from training.check_attention import attention_rules
 from training.check_layout import activations_rules, batches_around, compile_rules, parallel_rules, sizes_near
 from training.check_parts import built_problems, class_problems
-from training.config import Config, DataKind, Load, OptimizerConfig, ScheduleKind, TokenizerKind, leaves, nested
+from training.config import (
+    Config,
+    DataKind,
+    Load,
+    OptimizerConfig,
+    OptimizerKind,
+    ScheduleKind,
+    TokenizerKind,
+    leaves,
+    nested,
+)
 from training.inputs import input_problems
 from training.keys import keys, nearest, show
 from training.nearby import alternatives, around, counted, divisors_around, legal_numbers
@@ -34,6 +44,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         """model.layers model.dim model.heads model.kv_heads model.head_dim model.ffn_dim model.context model.vocab_size
         model.window model.window_stages model.rotary.original_context
+        model.mup_base_dim model.mup_base_head_dim
         model.vocab_multiple steps tokens sequence_length batch_sequences batch_tokens
         data.shuffle_block data.workers data.prefetch optimizer.powersgd_rank
         optimizer.max_skipped evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
@@ -127,6 +138,7 @@ def _between(config: Config, world: World) -> Iterator[Problem]:
         _latent,
         _multitoken,
         attention_rules,
+        _parametrization,
         _experts,
         _schedule_units,
         _checkpoint,
@@ -344,6 +356,22 @@ def _multitoken(config: Config, world: World) -> Iterator[Problem]:
         if getattr(model, name):
             reason = f"what comes after the layers has none, and model.mtp is {model.mtp}"
             yield Problem(f"model.{name}", True, reason, f"model.{name}=false, or model.mtp=0")
+
+
+def _parametrization(config: Config, world: World) -> Iterator[Problem]:
+    model = config.model
+    if model.parametrization is Parametrization.standard:
+        for name, value in (("mup_base_dim", model.mup_base_dim), ("mup_base_head_dim", model.mup_base_head_dim)):
+            if value is not None:
+                reason = "is a key of mup, and model.parametrization is standard"
+                yield Problem(f"model.{name}", value, reason, f"model.{name}=null")
+        return
+    if model.mup_base_dim is None:
+        reason = "is the width of the model whose learning rate and init_std these are"
+        yield Problem("model.mup_base_dim", None, reason, f"model.mup_base_dim={model.dim}")
+    if config.optimizer.kind is not OptimizerKind.adamw and not config.eval_only:
+        reason = f"scales learning rates as Adam needs it, and optimizer.kind is {config.optimizer.kind.name}"
+        yield Problem("model.parametrization", "mup", reason, "optimizer=adamw, or model.parametrization=standard")
 
 
 def _experts(config: Config, world: World) -> Iterator[Problem]:

@@ -61,6 +61,12 @@ MODELS = {
     "untied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=false model.vocab_multiple=128",
     **FAMILIES,
 }
+MUP = "model.parametrization=mup model.mup_base_dim=16 model.mup_base_head_dim=2"
+MODELS |= {
+    "mup": f"{MODELS['grouped heads']} {MUP}",
+    "mup with experts": f"{MODELS['experts for ep']} {MUP}",
+    "mup for pp": f"{MODELS['untied for pp']} {MUP}",
+}
 OPTIMIZERS = {
     "sgd": "optimizer=sgd optimizer.beta1=0.9 optimizer.weight_decay=0.1",
     "adamw": "optimizer=adamw optimizer.weight_decay=0.1",
@@ -151,6 +157,8 @@ def shape_of(model: ModelConfig) -> Shape:
         skips=model.skips,
         value_tables=model.value_embeddings,
         experts=experts_of(model),
+        mup_dim=model.mup_base_dim,
+        mup_head=model.mup_base_head_dim,
     )
 
 

@@ -87,6 +87,15 @@ def gloo_cannot(layout: Layout) -> pytest.MarkDecorator:
     return pytest.mark.skipif(old and v_shaped, reason="torch 2.11 cannot run it over gloo")
 
 
+# Whose matrices begin smaller and learn more slowly than the rest.
+MUP = [
+    Case(TENSOR[0], 1, Training("mup", "adamw", "fp64")),
+    Case(MAIN[0], 3, Training("mup", "adamw", "fp64")),
+    Case(EXPERT_PARALLEL[0], 1, Training("mup with experts", "adamw", "fp64")),
+    Case(PIPELINE[0][0], PIPELINE[0][1], Training("mup for pp", "adamw", "fp64")),
+]
+
+
 # Of the layouts on 8 ranks, and of the schedules on 4, those that are tried in every test run.
 QUICK_ON_8 = ("parallel=3d", "parallel=fsdp2 parallel.tp=2 parallel.cp=2 parallel.ep=2")
 QUICK_ON_4 = ("1f1b", "interleaved_1f1b", "zbv")
@@ -206,6 +215,7 @@ CASES = [
     *cases_of_families(),
     pytest.param(Case(COMPILED[-2], 3, STREAMS), marks=pytest.mark.slow),
     Case(COMPILED_TENSOR[1], 3, TENSOR_STREAMS),
+    *MUP,
 ]
 
 

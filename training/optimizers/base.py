@@ -31,7 +31,7 @@ class Optimizer(ABC):
     @torch.no_grad()
     def step(self, lr: float, skip: Tensor) -> None:
         for group in self.groups:
-            self.update(group, lr, skip)
+            self.update(group, lr * group.lr_share, skip)
 
     def tensors(self) -> dict[str, Tensor]:
         """All state as one flat dict, to save or to load into."""
