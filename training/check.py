@@ -258,7 +258,12 @@ def _rotary(model: ModelConfig) -> Iterator[Problem]:
         reason = (
             f"of a head of {model.head_size} an even number is turned, and that is {model.head_size * rotary.share:g}"
         )
-        yield Problem("model.rotary.share", rotary.share, reason, f"model.head_dim={2 * -(-model.head_size // 2)}")
+        even = [count / model.head_size for count in range(2, model.head_size + 1, 2)]
+        shares = [share for share in even if share * model.head_size % 2 == 0]
+        nearest = min(shares, key=lambda share: abs(share - rotary.share), default=None)
+        wider = f"model.head_dim={2 * -(-model.head_size // 2)}"
+        instead = wider if rotary.share == 1 or nearest is None else f"model.rotary.share={nearest}"
+        yield Problem("model.rotary.share", rotary.share, reason, instead)
     if rotary.scaling is RotaryScaling.llama3 and rotary.low_frequency >= rotary.high_frequency:
         reason = f"must be below model.rotary.high_frequency={rotary.high_frequency:g}"
         yield Problem("model.rotary.low_frequency", rotary.low_frequency, reason, "model.rotary.low_frequency=1.0")
@@ -286,7 +291,7 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
     if model.window is None and model.window_stages > 1:
         reason = "there is no window to grow, since model.window is null"
         yield Problem("model.window_stages", model.window_stages, reason, "model.window_stages=1, or model.window=256")
-    if model.position is Position.rotary and legal_numbers(model.dim, model.heads, model.head_size):
+    if model.position is Position.rotary and legal_numbers(model.dim, model.heads) and legal_numbers(model.head_size):
         yield from _rotary(model)
     tables = model.value_embeddings
     if not latent and legal_numbers(model.layers, tables) and 2 * tables > model.layers:
@@ -366,10 +371,13 @@ def _parametrization(config: Config, world: World) -> Iterator[Problem]:
                 reason = "is a key of mup, and model.parametrization is standard"
                 yield Problem(f"model.{name}", value, reason, f"model.{name}=null")
         return
-    if model.mup_base_dim is None:
+    if model.mup_base_dim is None and legal_numbers(model.dim):
         reason = "is the width of the model whose learning rate and init_std these are"
         yield Problem("model.mup_base_dim", None, reason, f"model.mup_base_dim={model.dim}")
-    if config.optimizer.kind is not OptimizerKind.adamw and not config.eval_only:
+    if model.latent.kv_rank > 0:
+        reason = "says how heads and their width scale, and model.latent.kv_rank has widths of its own"
+        yield Problem("model.parametrization", "mup", reason, "model.parametrization=standard")
+    elif config.optimizer.kind is not OptimizerKind.adamw and not config.eval_only:
         reason = f"scales learning rates as Adam needs it, and optimizer.kind is {config.optimizer.kind.name}"
         yield Problem("model.parametrization", "mup", reason, "optimizer=adamw, or model.parametrization=standard")
 

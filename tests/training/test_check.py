@@ -55,6 +55,9 @@ def test_the_default_is_right() -> None:
         ("model__dim", 0, "model.dim=2"),
         ("model__vocab_size", 100, "model.vocab_size=null"),
         ("model__dropout", 1.0, "model.dropout=0.0"),
+        ("model__mup_base_dim", 64, "model.mup_base_dim=null"),
+        ("model__mup_base_head_dim", 64, "model.mup_base_head_dim=null"),
+        ("model__parametrization", "mup", "model.mup_base_dim=128"),
         ("model__moe__top_k", 3, "model.moe.experts=8"),
         ("model__moe__groups", 2, "model.moe.experts=8"),
         ("model__latent__kv_rank", -1, "model.latent.kv_rank=0"),
@@ -120,6 +123,15 @@ def test_one_problem_with_what_to_write(key: str, value: Any, instead: str) -> N
     found = list(problems(**{key: value}).values())
     assert len(found) == 1, found
     assert instead in found[0].instead
+
+
+def test_mup_is_for_adam() -> None:
+    given: dict[str, Any] = {"model__parametrization": "mup", "model__mup_base_dim": 64}
+    assert problems(**given) == {}
+    found = problems(**given, optimizer__kind="sgd")
+    assert {key: problem.instead for key, problem in found.items()} == {
+        "model.parametrization": "optimizer=adamw, or model.parametrization=standard"
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,212 @@
+"""Any model config is built, trained a step and exported, or refused in words that help."""
+
+import math
+import re
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.huggingface import config_to_huggingface
+from models.moe import share_losses
+from models.roles import NOT_LEARNED, parameter_roles
+from parallel.materialize import materialize
+from tests.models.build import random_tokens
+from training.check import check
+from training.config import Config, TokenizerKind
+from training.keys import convert, keys
+from training.optimizers.build import build_optimizer
+from training.refusal import Problem
+from training.resolve import Chosen, World, resolve
+
+ALONE = World(1, 1)
+SEQ, VOCABULARY = 8, 67
+
+# What is drawn of each key that is not a choice or true or false; most of it is right, some is nonsense.
+NUMBERS: dict[str, list[Any]] = {
+    "layers": [1, 2, 3, 5, 0],
+    "dim": [8, 12, 16, 24, 7, 0],
+    "heads": [1, 2, 4, 3, 0],
+    "head_dim": [None, 4, 6, 5, -2],
+    "kv_heads": [None, 1, 2, 3, 0],
+    "ffn_dim": [None, 10, 16, 0],
+    "context": [8, 16],
+    "window": [None, 1, 3, 100, 0],
+    "full_every": [0, 1, 2, 7, -1],
+    "window_stages": [1, 2, 0],
+    "vocab_size": [VOCABULARY],
+    "vocab_multiple": [1, 32, 0],
+    "attention_scale": [None, 0.1, 1.0, 0.0],
+    "attention_softcap": [None, 5.0, -1.0],
+    "logit_softcap": [None, 5.0, 0.0],
+    "z_loss": [0.0, 0.01, -1.0],
+    "value_embeddings": [0, 1, 2, 9, -1],
+    "norm_eps": [1e-5, 1e-2, 0.0],
+    "embedding_scale": [None, 4.0, 0.0],
+    "dropout": [0.0, 0.3, 1.0],
+    "init_std": [0.02, 0.3, 0.0, -1.0, math.inf],
+    "init_embedding_std": [None, 1.0, 0.0, -0.1],
+    "mup_base_dim": [None, 8, 0],
+    "mup_base_head_dim": [None, 2, 0],
+    "attention": ["auto"],
+    "tokenizer": ["gpt2"],
+    "rotary.theta": [10_000.0, 500.0, 1.0],
+    "rotary.share": [1.0, 0.5, 0.3, 0.0],
+    "rotary.factor": [1.0, 4.0, 0.5],
+    "rotary.original_context": [None, 4, 0],
+    "rotary.low_frequency": [1.0, 4.0, 0.0],
+    "rotary.high_frequency": [4.0, 1.0],
+    "rotary.beta_fast": [32.0, 1.0, 0.0],
+    "rotary.beta_slow": [1.0, 32.0],
+    "rotary.magnitude": [None, 1.2, 0.0],
+    "moe.experts": [0, 4, 3, 1, -1],
+    "moe.top_k": [2, 1, 5, 0],
+    "moe.dim": [None, 6, 0],
+    "moe.shared": [0, 1, -1],
+    "moe.dense_layers": [0, 1, 9, -1],
+    "moe.scale": [1.0, 2.5, 0.0],
+    "moe.balance_weight": [0.01, 0.1, 0.0, -1.0],
+    "moe.bias_rate": [0.0, 0.1, -1.0],
+    "moe.z_loss": [0.0, 0.1, -1.0],
+    "moe.capacity_factor": [None, 1.0, 0.0],
+}
+CHOICES = {key.name.removeprefix("model."): key for key in keys().values() if key.name.startswith("model.")}
+
+
+def legal_kinds(name: str, default: Any) -> list[Any]:
+    """Every value of a choice, the default first; else what NUMBERS has."""
+    if name in NUMBERS:
+        return NUMBERS[name]
+    if isinstance(default, Enum):
+        return [default, *(other for other in type(default) if other is not default)]
+    if isinstance(default, bool):
+        return [default, not default]
+    if CHOICES[name].optional and bool in CHOICES[name].kinds:
+        return [None, False, True]
+    raise LookupError(f"model.{name} is a new key: say in NUMBERS what of it is drawn")
+
+
+def defaults(owner: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in fields(owner):
+        value = getattr(owner, field.name)
+        found |= defaults(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value}
+    return found
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    """A small model in which a few keys have other values, sometimes many."""
+    model = ModelConfig(layers=2, dim=16, heads=4, context=16, vocab_size=VOCABULARY, vocab_multiple=1)
+    values = {name: legal_kinds(name, default) for name, default in defaults(ModelConfig()).items()}
+    fewer = draw(st.sampled_from([3, 6, 12, len(values)]))
+    for name in draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=fewer)):
+        first = draw(st.booleans()) or len(values[name]) < 3
+        put(model, name, draw(st.sampled_from(values[name][: 2 if first else None])))
+    return model
+
+
+def put(model: ModelConfig, name: str, value: Any) -> None:
+    section, _, last = name.rpartition(".")
+    setattr(getattr(model, section) if section else model, last, value)
+
+
+def configured(model: ModelConfig) -> Config:
+    config = Config(steps=100, batch_sequences=4, model=model, sequence_length=SEQ)
+    config.hardware.device = "cpu"
+    resolve(config, ALONE, Chosen({"model": "m"}))
+    return config
+
+
+def problems(model: ModelConfig) -> list[Problem]:
+    """Tokens are drawn here: that no tokenizer has so few is not looked at."""
+    config = configured(deepcopy(model))
+    config.tokenizer.kind = TokenizerKind.tiktoken
+    config.tokenizer.name = "any"
+    return check(config, ALONE)
+
+
+def trained(model: ModelConfig) -> None:
+    """A step: the loss and every gradient are finite, and what is learned has one."""
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    materialize(decoder, 0, torch.device("cpu"))
+    roles = parameter_roles(decoder)
+    optimizer = build_optimizer(Config().optimizer, decoder)
+    tokens = random_tokens(model, 2, SEQ)
+    share_losses(decoder, torch.tensor(tokens.numel()))
+    for _ in range(2):
+        loss = decoder(tokens=tokens, labels=tokens.roll(-1, 1))
+        assert torch.isfinite(loss).all()
+        (loss.sum() / tokens.numel()).backward()
+        for name, parameter in decoder.named_parameters():
+            if roles[name] not in NOT_LEARNED:
+                assert parameter.grad is not None, f"{name} has no gradient"
+                assert torch.isfinite(parameter.grad).all(), f"the gradient of {name} is not finite"
+        optimizer.step(1e-3, torch.zeros(()))
+        decoder.zero_grad()
+    for name, parameter in decoder.named_parameters():
+        assert torch.isfinite(parameter).all(), name
+
+
+def exported(model: ModelConfig) -> None:
+    """Or refused in a sentence."""
+    try:
+        told = " ".join(config_to_huggingface(model)["architectures"])
+    except ValueError as error:
+        told = str(error)
+        words = told.split()
+    else:
+        words = ["", "", "", "", told]
+    assert len(words) > 4, told
+
+
+def helps(model: ModelConfig, problem: Problem) -> None:
+    """What is written instead first removes the problem."""
+    assert problem.key in keys(), problem
+    assert problem.value != "" and len(problem.reason.split()) > 2, problem
+    written = re.match(r"model\.([\w.]+)=([^\s,]+)", problem.instead)
+    if written is None:
+        assert re.match(r"(optimizer|[\w.]+)=\S+", problem.instead), problem
+        return
+    other = deepcopy(model)
+    name, text = written.groups()
+    put(other, name, convert(keys()[f"model.{name}"], yaml.safe_load(text), text))
+    left = [(found.key, found.reason) for found in problems(other)]
+    assert (problem.key, problem.reason) not in left, (problem, left)
+
+
+def tried(model: ModelConfig) -> bool:
+    """Whether the model is legal."""
+    found = problems(model)
+    for problem in found:
+        helps(model, problem)
+    if found:
+        return False
+    trained(model)
+    exported(model)
+    return True
+
+
+FUZZ: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
+
+
+@settings(max_examples=40, **FUZZ)
+@given(model=models())
+def test_any_model_is_trained_or_refused(model: ModelConfig) -> None:
+    tried(model)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, **FUZZ)
+@given(model=models())
+def test_many_models_are_trained_or_refused(model: ModelConfig) -> None:
+    tried(model)
