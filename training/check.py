@@ -374,12 +374,13 @@ def _parametrization(config: Config, world: World) -> Iterator[Problem]:
     if model.mup_base_dim is None and legal_numbers(model.dim):
         reason = "is the width of the model whose learning rate and init_std these are"
         yield Problem("model.mup_base_dim", None, reason, f"model.mup_base_dim={model.dim}")
+    standard = "model.parametrization=standard model.mup_base_dim=null"
     if model.latent.kv_rank > 0:
         reason = "says how heads and their width scale, and model.latent.kv_rank has widths of its own"
-        yield Problem("model.parametrization", "mup", reason, "model.parametrization=standard")
+        yield Problem("model.parametrization", "mup", reason, standard)
     elif config.optimizer.kind is not OptimizerKind.adamw and not config.eval_only:
         reason = f"scales learning rates as Adam needs it, and optimizer.kind is {config.optimizer.kind.name}"
-        yield Problem("model.parametrization", "mup", reason, "optimizer=adamw, or model.parametrization=standard")
+        yield Problem("model.parametrization", "mup", reason, f"optimizer=adamw, or {standard}")
 
 
 def _experts(config: Config, world: World) -> Iterator[Problem]:

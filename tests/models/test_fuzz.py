@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.config import ModelConfig
+from models.config import Attention, ModelConfig
 from models.decoder import Decoder
 from models.huggingface import config_to_huggingface
 from models.moe import share_losses
@@ -56,7 +56,10 @@ NUMBERS: dict[str, list[Any]] = {
     "init_embedding_std": [None, 1.0, 0.0, -0.1],
     "mup_base_dim": [None, 8, 0],
     "mup_base_head_dim": [None, 2, 0],
-    "attention": ["auto"],
+    "attention": [Attention.auto],
+    "init_from": [None],
+    "mtp": [0, 1, 2, -1],
+    "mtp_weight": [0.3, 1.0, 0.0, -1.0],
     "tokenizer": ["gpt2"],
     "rotary.theta": [10_000.0, 500.0, 1.0],
     "rotary.share": [1.0, 0.5, 0.3, 0.0],
@@ -67,8 +70,15 @@ NUMBERS: dict[str, list[Any]] = {
     "rotary.beta_fast": [32.0, 1.0, 0.0],
     "rotary.beta_slow": [1.0, 32.0],
     "rotary.magnitude": [None, 1.2, 0.0],
+    "latent.kv_rank": [0, 6, 1, -1],
+    "latent.q_rank": [None, 6, 0],
+    "latent.nope_dim": [128, 4, 0],
+    "latent.rope_dim": [64, 4, 3, 0],
+    "latent.value_dim": [128, 4, 0],
     "moe.experts": [0, 4, 3, 1, -1],
     "moe.top_k": [2, 1, 5, 0],
+    "moe.groups": [1, 2, 3, 0],
+    "moe.top_groups": [1, 2, 5, 0],
     "moe.dim": [None, 6, 0],
     "moe.shared": [0, 1, -1],
     "moe.dense_layers": [0, 1, 9, -1],

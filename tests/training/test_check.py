@@ -130,7 +130,7 @@ def test_mup_is_for_adam() -> None:
     assert problems(**given) == {}
     found = problems(**given, optimizer__kind="sgd")
     assert {key: problem.instead for key, problem in found.items()} == {
-        "model.parametrization": "optimizer=adamw, or model.parametrization=standard"
+        "model.parametrization": "optimizer=adamw, or model.parametrization=standard model.mup_base_dim=null"
     }
 
 
