@@ -216,7 +216,7 @@ def test_any_model_is_trained_or_refused(model: ModelConfig) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, **FUZZ)
+@settings(max_examples=600, **FUZZ)
 @given(model=models())
 def test_many_models_are_trained_or_refused(model: ModelConfig) -> None:
     tried(model)
