@@ -189,7 +189,9 @@ def helps(model: ModelConfig, problem: Problem) -> None:
         return
     other = deepcopy(model)
     name, text = written.groups()
-    put(other, name, convert(keys()[f"model.{name}"], yaml.safe_load(text), text))
+    key = keys()[f"model.{name}"]
+    value = float(text) if re.fullmatch(r"[\d.]+e-?\d+", text) else yaml.safe_load(text)  # YAML 1.1: 1e-05 is a text
+    put(other, name, convert(key, value, text))
     left = [(found.key, found.reason) for found in problems(other)]
     assert (problem.key, problem.reason) not in left, (problem, left)
 
