@@ -183,7 +183,9 @@ class MoE:
         None,
         "in training an expert takes at most this times its even share of a document's (without documents a sequence's) tokens, the first ones; approximate; null: all",
     )
-    forced_balance: bool = key(False, "for benchmarks: tokens go to experts in turn, whatever the router says")
+    forced_balance: bool = key(
+        False, "for benchmarks: the tokens of each sequence go to experts in turn, whatever the router says"
+    )
 
 
 @dataclass

@@ -93,7 +93,8 @@ class Router(nn.Module):
         batch, seq, experts = scores.shape
         top_k = self.moe.top_k
         if self.moe.forced_balance:
-            return (torch.arange(batch * seq * top_k, device=scores.device) % experts).view(batch, seq, top_k)
+            places = torch.arange(seq * self.sequences.ranks * top_k, device=scores.device) % experts
+            return self.sequences.own(places.view(1, -1, top_k).expand(batch, -1, -1)).contiguous()
         preferred = scores.detach() + self.bias
         if self.moe.groups > 1:
             preferred = within_groups(preferred, self.moe.groups, self.moe.top_groups)
@@ -131,7 +132,11 @@ def within_groups(preferred: Tensor, groups: int, top_groups: int) -> Tensor:
 
 
 class WholeSequences(nn.Module):
-    """What a router sees of its sequences: all. A child without parameters; what shares sequences out replaces it."""
+    """What a router sees of its sequences: all. A child without parameters; what shares sequences out replaces it.
+
+    ranks: those that share each sequence."""
+
+    ranks = 1
 
     def whole(self, values: Tensor) -> Tensor:
         """values: [batch, seq, ...] of this rank's tokens, without gradients, to those of whole sequences."""

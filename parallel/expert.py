@@ -44,6 +44,7 @@ class SharedSequences(WholeSequences):
     def __init__(self, share: SequenceShare | None, tp: DeviceMesh) -> None:
         super().__init__()
         self.share, self.tp = share, tp
+        self.ranks = tp.size() * (1 if share is None else share.size)
 
     def whole(self, values: Tensor) -> Tensor:
         if self.tp.size() > 1:

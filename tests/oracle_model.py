@@ -29,6 +29,7 @@ class Experts:
     balance_weight: float = 0.0
     bias_rate: float = 0.0
     z_loss: float = 0.0
+    forced: bool = False  # the tokens of each sequence go to experts in turn
 
 
 @dataclass(frozen=True)
@@ -370,8 +371,10 @@ def experts_of_tokens(x: Tensor, name: str, weights: Weights, experts: Experts, 
     for row, sequence in enumerate(preferred):
         for place, token in enumerate(sequence):
             ranked = sorted(range(number), key=lambda expert: (-token[expert], expert))
+            if experts.forced:
+                ranked = [(place * top_k + turn) % number for turn in range(top_k)]
             chosen[row, place, ranked[:top_k]] = 1
-            if top_k < number:
+            if top_k < number and not experts.forced:
                 routing.margin = min(routing.margin, token[ranked[top_k - 1]] - token[ranked[top_k]])
     shares = scores * chosen
     if experts.normalized:

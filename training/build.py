@@ -281,6 +281,9 @@ def introduce(config: Config, place: Place, text: Text, dtype: Dtype, spread: Sp
         say(f"  advice: {better}")
     tokens, heldout = len(prepared.train), len(prepared.heldout)
     say(f"  data {config.data.kind.name}: {tokens:,} tokens to train on, {heldout:,} held out")
+    if (factor := config.model.moe.capacity_factor) is not None:
+        dropped = "tokens above an expert's share of their document are dropped"
+        say(f"  model.moe.capacity_factor={factor:g}: approximate: {dropped}")
     if approximate := config.optimizer.sums.told():
         say(f"  optimizer.compression={config.optimizer.compression.name}: approximate: {approximate}")
     of_stages = " of rank 0's stages" if config.parallel.pp > 1 else ""

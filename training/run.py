@@ -9,6 +9,7 @@ import torch
 from parallel.mesh import launched
 from parallel.precision import settle
 from parallel.replicas import ReplicasDiffer
+from parallel.values import WrongValues
 from training import finish
 from training.adopt import adopt, load_problems
 from training.build import Text, assemble, build_suite, check_same_text, read_text, spread_model
@@ -46,23 +47,21 @@ from training.status import State
 from training.tokenizers import Tokenizer
 from training.unresolved import saved_values
 
+Act = Callable[[Config, Chosen, Place], int]
 # failures whose message says all; no traceback
-EXPLAINED = (BatchFailed, OutOfMemory, ReplicasDiffer, SaveFailed, TooManySkipped)
+EXPLAINED = (BatchFailed, OutOfMemory, ReplicasDiffer, SaveFailed, TooManySkipped, WrongValues)
 
 
 def run(config: Config, world: World, chosen: Chosen) -> int:
     """Trains, or scores a checkpoint with eval_only. Returns the exit code. Raises Refusal if this cannot start; what
     else it raises is a failure, told in status.json and the log."""
     place = find_place(config, world)
-    act: Callable[[Config, Chosen, Place], int | None] = score_checkpoint if config.eval_only else train_from_config
+    act: Act = score_checkpoint if config.eval_only else train_from_config
     if launched():
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        act = record(act)  # torchrun's summary then shows the first failing rank's exception
+        act = _recorded(act)
     with place.stop.handlers():
         try:
-            code = act(config, chosen, place)
-            return FINISHED if code is None else code
+            return act(config, chosen, place)
         except Stopped as stopped:  # before the first step: there is nothing to save
             return say_stopped(place, stopped, None)
         except Refusal as refusal:
@@ -81,6 +80,27 @@ def run(config: Config, world: World, chosen: Chosen) -> int:
         finally:
             place.console.close()
             place.folder.release()
+
+
+def _recorded(act: Act) -> Act:
+    """So that torchrun's summary shows the first failing rank's exception; but not a refusal, which says all itself."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    def acted(config: Config, chosen: Chosen, place: Place) -> int | Refusal:
+        try:
+            return act(config, chosen, place)
+        except Refusal as refusal:
+            return refusal
+
+    recorded = record(acted)
+
+    def call(config: Config, chosen: Chosen, place: Place) -> int:
+        found = recorded(config, chosen, place)
+        if isinstance(found, Refusal):
+            raise found
+        return FINISHED if found is None else found
+
+    return call
 
 
 def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:

@@ -58,6 +58,7 @@ NUMBERS: dict[str, list[Any]] = {
     "mup_base_head_dim": [None, 2, 0],
     "attention": [Attention.auto],
     "init_from": [None],
+    "parts": [{}],
     "mtp": [0, 1, 2, -1],
     "mtp_weight": [0.3, 1.0, 0.0, -1.0],
     "tokenizer": ["gpt2"],

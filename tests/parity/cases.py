@@ -55,6 +55,8 @@ MODELS = {
     "model.moe.experts=8 model.moe.balance=step model.moe.balance_weight=0.05 model.bias=false",
     "experts for pp": f"{TP_SIZES} model.layers=5 model.tied_head=true model.vocab_multiple=1 {EXPERTS} "
     "model.moe.experts=8 model.moe.dense_layers=1 model.moe.balance=step model.moe.shared=2 model.moe.z_loss=0.02",
+    "experts in turn": f"{TP_SIZES} model.layers=2 model.tied_head=false {EXPERTS} model.moe.experts=6 "
+    "model.moe.forced_balance=true model.bias=false",
     # Rows that grouped_mm takes; biased so far that a rounded weight changes no choice.
     "experts in bf16": f"{TP_SIZES} model.layers=3 model.tied_head=false model.moe.experts=5 model.moe.dim=24 "
     "model.moe.balance=sequence model.moe.bias_rate=0.5",
@@ -196,6 +198,7 @@ def experts_of(model: ModelConfig) -> Experts | None:
         balance_weight=moe.balance_weight,
         bias_rate=moe.bias_rate,
         z_loss=moe.z_loss,
+        forced=moe.forced_balance,
     )
 
 

@@ -95,6 +95,13 @@ MUP = [
     Case(PIPELINE[0][0], PIPELINE[0][1], Training("mup for pp", "adamw", "fp64")),
 ]
 
+# Experts that do not divide the tokens of a micro-batch.
+IN_TURN = [
+    Case(of, accumulation, Training("experts in turn", "sgd", "fp64"))
+    for of in (EXPERT_PARALLEL[0], EXPERT_PARALLEL[6], EXPERT_PARALLEL[9])
+    for accumulation in (1, 3)
+]
+
 
 # Of the layouts on 8 ranks, and of the schedules on 4, those that are tried in every test run.
 QUICK_ON_8 = ("parallel=3d", "parallel=fsdp2 parallel.tp=2 parallel.cp=2 parallel.ep=2")
@@ -216,6 +223,7 @@ CASES = [
     pytest.param(Case(COMPILED[-2], 3, STREAMS), marks=pytest.mark.slow),
     Case(COMPILED_TENSOR[1], 3, TENSOR_STREAMS),
     *MUP,
+    *IN_TURN,
 ]
 
 
