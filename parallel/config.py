@@ -62,7 +62,9 @@ class ParallelConfig:
     dp_shard: int = key(1, "ranks that share one copy of the model's state; -1: the rest of the ranks", Changes.layout)
     cp: int = key(1, "ranks that share each sequence; -1: the rest", Changes.layout)
     tp: int = key(1, "ranks that share each layer and cut the sequence between layers; -1: the rest", Changes.layout)
-    ep: int = key(1, "ranks that share a layer's experts, borrowed from the other axes", Changes.layout)
+    ep: int = key(
+        1, "ranks that share a layer's experts, borrowed from the other axes; -1: the most that can", Changes.layout
+    )
     reduce: Reduce = key(
         Reduce.auto,
         "gradients are summed over ranks once a step | every micro_batch; auto: once where parameters stay whole in the step (ddp: always)",

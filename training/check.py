@@ -22,7 +22,6 @@ from training.config import (
     Config,
     DataKind,
     Load,
-    OptimizerConfig,
     OptimizerKind,
     ScheduleKind,
     TokenizerKind,
@@ -50,7 +49,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         optimizer.max_skipped evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
         model.latent.q_rank model.latent.nope_dim model.latent.rope_dim model.latent.value_dim
         model.moe.top_k model.moe.dim model.moe.groups model.moe.top_groups
-        hardware.gpus hardware.ranks_per_host parallel.ep parallel.stages_per_rank
+        hardware.gpus hardware.ranks_per_host parallel.stages_per_rank
         activations.segments activations.every_n""",
         lambda value: value >= 1,
         "must be at least 1",
@@ -59,6 +58,11 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         "parallel.pp parallel.dp_replicate parallel.dp_shard parallel.cp parallel.tp",
         lambda value: value >= 1 or value == -1,
         "must be at least 1, or -1 for the rest of the ranks",
+    ),
+    (
+        "parallel.ep",
+        lambda value: value >= 1 or value == -1,
+        "must be at least 1, or -1 for the most ranks that can share the experts",
     ),
     (
         """seed checkpoint.every checkpoint.keep checkpoint.permanent_every evals.every metrics.sample_tokens
@@ -195,7 +199,7 @@ def _legal_near(name: str, value: Any, legal: Callable[[Any], bool], config: Con
     that breaks no rule between keys; else the default."""
     default = keys()[name].default
     if not isinstance(value, int):
-        return show(default) if default is not None else "0.1"
+        return keys()[name].example()
     bound = next(bound for bound in (0, -1, 1) if legal(bound))
     if bound != 1:
         return show(bound)
@@ -386,11 +390,12 @@ def _parametrization(config: Config, world: World) -> Iterator[Problem]:
 def _experts(config: Config, world: World) -> Iterator[Problem]:
     model, moe, default = config.model, config.model.moe, MoE()
     if moe.experts == 0:
+        with_them = replace(config, model=replace(model, moe=replace(moe, experts=8)))
+        legal = not list(_experts(with_them, world))
         for name, value in leaves(moe).items():
             if value != leaves(default)[name]:
-                yield Problem(
-                    f"model.moe.{name}", value, "the model has no experts", "model.moe.experts=8, or leave it out"
-                )
+                instead = "model.moe.experts=8, or leave it out" if legal else "leave it out"
+                yield Problem(f"model.moe.{name}", value, "the model has no experts", instead)
         return
     if moe.experts < 0:
         return
@@ -409,9 +414,10 @@ def _experts(config: Config, world: World) -> Iterator[Problem]:
         yield Problem("model.moe.normalize", True, reason, "model.moe.normalize=false, or model.moe.top_k=2")
     if legal_numbers(model.layers) and moe.dense_layers >= model.layers:
         reason = f"leaves none of model.layers={model.layers} with experts"
-        instead = f"model.moe.dense_layers={model.layers - 1}, or model.moe.experts=0"
+        none = f"model.moe.experts=0 model.moe.dense_layers={default.dense_layers}"
+        instead = f"model.moe.dense_layers={model.layers - 1}, or {none}"
         yield Problem("model.moe.dense_layers", moe.dense_layers, reason, instead)
-    if moe.balance is Balance.none and moe.balance_weight != default.balance_weight:
+    if moe.balance is Balance.none and moe.balance_weight not in (0, default.balance_weight):
         reason = "is the weight of an auxiliary loss, and model.moe.balance is none"
         yield Problem(
             "model.moe.balance_weight", moe.balance_weight, reason, "model.moe.balance=sequence, or leave it out"
@@ -588,32 +594,34 @@ def _schedule(config: Config, world: World) -> Iterator[Problem]:
 def _compression(config: Config, world: World) -> Iterator[Problem]:
     """Compressed gradients need torch's DDP."""
     optimizer, parallel, kind = config.optimizer, config.parallel, config.optimizer.compression
+    start, steps = optimizer.powersgd_start_step, config.steps
+    late = steps is not None and start >= steps >= 1
+    begins = f"optimizer.powersgd_start_step={steps // 10}" if steps is not None else ""
+    of_powersgd = {f"optimizer.{name}": getattr(optimizer, name) for name in ("powersgd_rank", "powersgd_start_step")}
+    set_here = [name for name, value in of_powersgd.items() if value != keys()[name].default]
+    without = "".join(f" {name}={keys()[name].example()}" for name in set_here)  # beside another compression
+    only_copies = parallel.tp == parallel.pp == 1
     if kind is not Compress.powersgd:
-        for name in ("powersgd_rank", "powersgd_start_step"):
-            if (value := getattr(optimizer, name)) != getattr(OptimizerConfig(), name):
-                reason = f"is a key of powersgd; the compression is {kind.name}"
-                yield Problem(
-                    f"optimizer.{name}",
-                    value,
-                    reason,
-                    "optimizer.compression=powersgd with parallel=ddp, or leave it out",
-                )
+        fits = only_copies and config.model.moe.experts == 0 and not parallel.allow_mixed_devices
+        use = f"parallel=ddp optimizer.compression=powersgd{f' {begins}' if late else ''}, or " if fits else ""
+        for name in set_here:
+            reason = f"is a key of powersgd; the compression is {kind.name}"
+            yield Problem(name, of_powersgd[name], reason, f"{use}leave it out")
     if kind is not Compress.none and not parallel.torch_ddp:
         reason = "is done by torch's DDP, which serves where copies of the model are all that ranks have"
-        ddp = "parallel=ddp, or " if parallel.tp == parallel.pp == 1 else ""
-        yield Problem("optimizer.compression", kind.name, reason, f"{ddp}optimizer.compression=none")
+        ddp = "parallel=ddp, or " if only_copies else ""
+        yield Problem("optimizer.compression", kind.name, reason, f"{ddp}optimizer.compression=none{without}")
     elif kind is not Compress.none and config.model.moe.experts > 0:
         reason = "what routers count is summed as gradients are, and must arrive as it is"
-        yield Problem("optimizer.compression", kind.name, reason, "optimizer.compression=none")
+        yield Problem("optimizer.compression", kind.name, reason, f"optimizer.compression=none{without}")
     if kind is Compress.powersgd:
-        start, steps = optimizer.powersgd_start_step, config.steps
-        if steps is not None and start >= steps >= 1:
-            reason = f"it would not begin in a run of {counted(steps, 'step')}"
-            instead = f"optimizer.powersgd_start_step={steps // 10}, or optimizer.compression=none"
+        if late:
+            reason = f"it would not begin in a run of {counted(steps or 0, 'step')}"
+            instead = f"{begins}, or optimizer.compression=none{without}"
             yield Problem("optimizer.powersgd_start_step", start, reason, instead)
         if parallel.allow_mixed_devices:
             reason = "each rank makes the sum of PowerSGD's factors, and other devices round it otherwise"
-            instead = "parallel.allow_mixed_devices=false, or optimizer.compression=bf16"
+            instead = f"parallel.allow_mixed_devices=false, or optimizer.compression=bf16{without}"
             yield Problem("parallel.allow_mixed_devices", True, reason, instead)
 
 

@@ -1,9 +1,9 @@
 """Rules of the keys that say how the model is spread and computed: parallel, compile, activations. No torch here."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import combinations, count
 from typing import Any
 
 from models.config import Attention
@@ -24,6 +24,7 @@ from training.nearby import alternatives, around, counted, divisors_around, lega
 from training.refusal import Problem
 from training.resolve import DEGREES, World, data_ranks
 
+AXES = ("pp", "cp", "tp")  # which leave the other ranks for data
 DDP_KEYS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
 PP_KEYS = ("schedule", "stages_per_rank", "stage_layers")
 AGAIN = (Recompute.full, Recompute.selective, Recompute.every_n)  # blocks are computed again one by one
@@ -34,11 +35,15 @@ FSDP2_KEYS = ("reshard_after_forward", "reshard_after_backward", "prefetch_forwa
 def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
     parallel = config.parallel
     of_degrees = list(_strategy(config, world))
+    known = not (config.eval_only and config.sequence_length is None)  # else the model is not known yet
+    of_experts = list(_experts(config, world)) if known else []
+    if parallel.strategy is Strategy.ddp and any(problem.key == "parallel.ep" for problem in of_experts):
+        of_degrees = [problem for problem in of_degrees if problem.key != "parallel.dp_replicate"]  # mended with ep
     yield from of_degrees
-    if not (config.eval_only and config.sequence_length is None):  # else the model is not known yet
+    if known:
         yield from _tensor(config, world)
         yield from _context(config, world)
-        yield from _experts(config)
+        yield from of_experts
         told = any(problem.key == "parallel.pp" for problem in of_degrees)
         yield from () if told else _pipeline(config, world)
     reshard, shards = parallel.reshard_after_forward, parallel.shards
@@ -111,7 +116,7 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
     illegal = any(degree < 1 and degree != -1 for degree in degrees.values()) or world.ranks < 1
     if illegal:
         return
-    unknown = [axis for axis in ("pp", "cp", "tp") if degrees[axis] == -1]
+    unknown = [axis for axis in AXES if degrees[axis] == -1]
     for axis in unknown:  # what is one -1 alone was filled in
         reason = f"is the rest of the {counted(world.ranks, 'rank')}, and that is not known or no whole number"
         yield Problem(f"parallel.{axis}", -1, reason, f"parallel.{axis}=2, or another number")
@@ -128,7 +133,7 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
     if replicate * shard == there:
         return
-    others = [f"{axis} {degrees[axis]}" for axis in ("pp", "cp", "tp") if degrees[axis] > 1]
+    others = [f"{axis} {degrees[axis]}" for axis in AXES if degrees[axis] > 1]
     ranks = counted(there, "rank") + (f" (times {' x '.join(others)})" if others else "")
     if parallel.strategy is Strategy.ddp:
         reason = f"there are {ranks}, each with a copy of the model"
@@ -159,24 +164,39 @@ def _started(ranks: int, config: Config, world: World) -> str:
 
 
 def legal_degrees(axis: str, config: Config, world: World) -> str:
-    """What to write for parallel.pp, cp or tp: the degrees nearest to the given one that divide the ranks which the
-    other two leave, and the model and sequence as that axis cuts them. Those with which the batch can stay, if any."""
-    parallel = config.parallel
-    others = math.prod(max(getattr(parallel, other), 1) for other in ("pp", "cp", "tp") if other != axis)
-    rest, given = world.ranks // others if world.ranks % others == 0 else world.ranks, getattr(parallel, axis)
-    legal = [degree for degree in range(1, rest + 1) if rest % degree == 0 and _cuts(axis, degree, config)]
-    legal = [degree for degree in legal if _batch_with(axis, degree, rest, config) == ""] or legal
-    near = {max((d for d in legal if d <= given), default=min(legal)), *[d for d in legal if d >= given][:1]}
-    return " or ".join(_with_data(axis, degree, rest, config) for degree in sorted(near))
+    """What to write for parallel.pp, cp or tp: the degrees nearest to the given one with which ranks, model and
+    sequence can be cut, those with which the batch can stay, if any. Other axes become 1 where they have to."""
+    parallel, given = config.parallel, getattr(config.parallel, axis)
+    others = [other for other in AXES if other != axis and getattr(parallel, other) > 1]
+    legal, ones = [_with_degrees(parallel, dict.fromkeys(AXES, 1))], tuple(others)
+    for fewer in (chosen for number in range(len(others) + 1) for chosen in combinations(others, number)):
+        whole = _with_degrees(parallel, dict.fromkeys(fewer, 1))
+        layouts = [_with_degrees(whole, {axis: degree}) for degree in range(1, world.ranks + 1)]
+        if fitting := [layout for layout in layouts if _is_legal(layout, config, world)]:
+            legal, ones = fitting, fewer
+            break
+    legal = [layout for layout in legal if _batch_with(layout, config, world) == ""] or legal
+    degrees = {getattr(layout, axis): layout for layout in legal}
+    near = {max((d for d in degrees if d <= given), default=min(degrees)), *[d for d in degrees if d >= given][:1]}
+    return " or ".join(_written(axis, ones, degrees[degree], config, world) for degree in sorted(near))
 
 
-def _batch_with(axis: str, degree: int, rest: int, config: Config) -> str:
-    """The batch to write beside a degree that leaves other ranks for data; "" where the given one can stay."""
-    changed: dict[str, Any] = {axis: degree}
-    batch = config.batch_sequences
-    if batch is None or batch < 1 or config.eval_only:
+def _with_degrees(parallel: ParallelConfig, degrees: dict[str, int]) -> ParallelConfig:
+    changed: dict[str, Any] = degrees
+    return replace(parallel, **changed)
+
+
+def _shares(parallel: ParallelConfig, world: World) -> int:
+    """Ranks that pp, cp and tp leave for data, or 0 where they do not divide."""
+    used = math.prod(max(getattr(parallel, axis), 1) for axis in AXES)
+    return world.ranks // used if world.ranks % used == 0 else 0
+
+
+def _batch_with(parallel: ParallelConfig, config: Config, world: World) -> str:
+    """The batch to write beside degrees that leave other ranks for data; "" where the given one can stay."""
+    batch, ranks = config.batch_sequences, _shares(parallel, world)
+    if batch is None or batch < 1 or ranks < 1 or config.eval_only:
         return ""
-    parallel, ranks = replace(config.parallel, **changed), rest // degree
     if batch % ranks == 0 and takes(parallel, batch // ranks):
         return ""
     micro = config.micro_batch if isinstance(config.micro_batch, int) and config.micro_batch >= 1 else 1
@@ -184,30 +204,31 @@ def _batch_with(axis: str, degree: int, rest: int, config: Config) -> str:
     return f" batch_sequences={min(near, key=lambda size: abs(size - batch))}"
 
 
-def _cuts(axis: str, degree: int, config: Config) -> bool:
-    """Whether what is cut along an axis has as many parts, as far as its size is known."""
-    changed: dict[str, Any] = {axis: degree}
-    model, parallel = config.model, replace(config.parallel, **changed)
-    if axis == "pp":
-        return degree == 1 or degree * stages_per_rank(parallel) <= model.layers
+def _is_legal(parallel: ParallelConfig, config: Config, world: World) -> bool:
+    """Whether ranks, layers, heads, sequences and experts can be cut so, as far as their sizes are known."""
+    model, ranks = config.model, _shares(parallel, world)
+    if ranks == 0 or (parallel.pp > 1 and parallel.pp * stages_per_rank(parallel) > model.layers):
+        return False
     heads = parallel.tp * (parallel.cp if parallel.context is Context.ulysses else 1)
     parts = [(length, parallel.sequence_cuts) for length in (config.sequence_length, model.context)]
     parts += [(model.heads, heads), (model.key_value_heads, heads)]
-    return degree == 1 or all(size is None or size < 1 or number < 1 or size % number == 0 for size, number in parts)
+    parts += [(ranks * parallel.cp * parallel.tp, parallel.ep)]
+    return all(size is None or size < 1 or number < 1 or size % number == 0 for size, number in parts)
 
 
-def _with_data(axis: str, degree: int, rest: int, config: Config) -> str:
-    """A degree to write; the others of `rest` ranks need a strategy that has something for them to do, beside which
-    the other axes stay."""
+def _written(axis: str, ones: Sequence[str], layout: ParallelConfig, config: Config, world: World) -> str:
+    """A degree to write, and other axes that become 1; ranks that are left need a strategy that has something for them
+    to do, beside which the other axes stay."""
     parallel = config.parallel
-    whole = parallel.strategy is not Strategy.single
-    if axis == "cp":  # of a single device resolve made copies, of a fixed number
-        whole = -1 in (parallel.dp_replicate, parallel.dp_shard)
-    written = f"parallel.{axis}={degree}{_batch_with(axis, degree, rest, config)}"
-    if whole or degree == rest:
+    spread = -1 in (parallel.dp_replicate, parallel.dp_shard) or parallel.dp_replicate * parallel.dp_shard > 1
+    if parallel.strategy is Strategy.fsdp2 and axis != "cp":
+        spread = True
+    words = [f"parallel.{axis}={getattr(layout, axis)}", *(f"parallel.{other}=1" for other in ones)]
+    written = " ".join(words) + _batch_with(layout, config, world)
+    if spread or _shares(layout, world) == 1:
         return written
-    others = [other for other in ("pp", "cp", "tp") if other != axis and getattr(parallel, other) > 1]
-    return " ".join(["parallel=fsdp2", *(f"parallel.{other}={getattr(parallel, other)}" for other in others), written])
+    stay = [other for other in AXES if other not in (axis, *ones) and getattr(parallel, other) > 1]
+    return " ".join(["parallel=fsdp2", *(f"parallel.{other}={getattr(parallel, other)}" for other in stay), written])
 
 
 def takes(parallel: ParallelConfig, micro_batches: int) -> bool:
@@ -351,14 +372,27 @@ def _tensor(config: Config, world: World) -> Iterator[Problem]:
 
 def _lengths(axis: str, parts: str, config: Config, world: World) -> Iterator[Problem]:
     """Whether sequences, and the longest that is ever written, can be cut over ranks."""
-    model, cuts = config.model, config.parallel.sequence_cuts
-    for name, length in (("sequence_length", config.sequence_length), ("model.context", model.context)):
-        if length is not None and length >= 1 and length % cuts != 0:
-            instead = legal_degrees(axis, config, world)
-            heads_divide = all(heads % config.parallel.tp == 0 for heads in (model.heads, model.key_value_heads))
-            if heads_divide and world.ranks % getattr(config.parallel, axis) == 0:
-                instead = f"{alternatives(name, around(length, cuts))}, or {instead}"
-            yield Problem(name, length, f"sequences are cut into {parts}", instead)
+    model, parallel, cuts = config.model, config.parallel, config.parallel.sequence_cuts
+    lengths = {"sequence_length": config.sequence_length, "model.context": model.context}
+    wrong = {name: size for name, size in lengths.items() if size is not None and size >= 1 and size % cuts != 0}
+    heads_divide = all(heads % parallel.tp == 0 for heads in (model.heads, model.key_value_heads))
+    instead = legal_degrees(axis if heads_divide else "tp", config, world)
+    if heads_divide and world.ranks % getattr(parallel, axis) == 0:
+        instead = f"{_legal_lengths(wrong, cuts, config)}, or {instead}"
+    for name, length in wrong.items():
+        yield Problem(name, length, f"sequences are cut into {parts}", instead)
+
+
+def _legal_lengths(wrong: Collection[str], cuts: int, config: Config) -> str:
+    """Multiples of `cuts` nearest to the lengths that are none; no sequence is longer than the model's context."""
+    length, context = config.sequence_length, config.model.context
+    if length is None or "sequence_length" not in wrong:
+        return alternatives("model.context", around(context, cuts))
+    near = around(length, cuts)
+    if "model.context" in wrong:
+        longest = [max(size, context // cuts * cuts) for size in near]
+        return " or ".join(f"sequence_length={s} model.context={c}" for s, c in zip(near, longest, strict=True))
+    return alternatives("sequence_length", [size for size in near if size <= context] or [context])
 
 
 def _context(config: Config, world: World) -> Iterator[Problem]:
@@ -389,7 +423,7 @@ def _context(config: Config, world: World) -> Iterator[Problem]:
         yield Problem("parallel.context", kind.name, reason, "parallel.context=gather, or model.attention=auto")
 
 
-def _experts(config: Config) -> Iterator[Problem]:
+def _experts(config: Config, world: World) -> Iterator[Problem]:
     """What ranks with different experts need."""
     model, parallel, ep = config.model, config.parallel, config.parallel.ep
     scope, experts = config.compile.scope, model.moe.experts
@@ -399,14 +433,21 @@ def _experts(config: Config) -> Iterator[Problem]:
     if ep < 2 or experts < 0:
         return
     if experts == 0:
-        yield Problem("parallel.ep", ep, "the model has no experts", f"parallel.ep=1, or model.moe.experts={4 * ep}")
+        more = f", or model.moe.experts={4 * ep}" if parallel.shards * parallel.tp % ep == 0 else ""
+        yield Problem("parallel.ep", ep, "the model has no experts", f"parallel.ep=1{more}")
         return
     degrees = parallel.dp_shard, parallel.cp, parallel.tp
     ranks = math.prod(degrees)
-    if min(degrees) >= 1 and (experts % ep != 0 or ranks % ep != 0):
-        legal = alternatives("parallel.ep", divisors_around(math.gcd(experts, ranks), ep))
-        shared = f"the ranks that share a copy, dp_shard x cp x tp = {ranks}"
-        yield Problem("parallel.ep", ep, f"must divide model.moe.experts={experts} and {shared}", legal)
+    if min(degrees) < 1 or (experts % ep == 0 and ranks % ep == 0):
+        return
+    there = world.ranks // max(parallel.pp, 1) if parallel.strategy is Strategy.ddp else ranks
+    legal = [f"parallel.ep={degree}" for degree in divisors_around(math.gcd(experts, there), ep)]
+    if parallel.strategy is Strategy.ddp and there > 1 and _shares(parallel, world) > 0:  # its copies lend no ranks
+        stay = [f"parallel.{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
+        batch = _batch_with(parallel, config, world)
+        legal = [" ".join(["parallel=fsdp2", *stay, way]) + batch for way in legal]
+    shared = f"the ranks that share a copy, dp_shard x cp x tp = {ranks}"
+    yield Problem("parallel.ep", ep, f"must divide model.moe.experts={experts} and {shared}", " or ".join(legal))
 
 
 def _enough(size: int, ranks: int) -> bool:

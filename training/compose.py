@@ -78,6 +78,7 @@ def check_command(argv: list[str]) -> None:
             if sweeps(flags):
                 problems = problems or _sweep_problems(flags, presets)
             elif problems:
+                problems = [_narrowed(problem, flags, presets) for problem in problems]
                 problems += _problems_behind(problems, flags, presets)
     if problems:
         raise Refusal(problems)
@@ -129,11 +130,25 @@ def _problems_behind(found: list[Problem], flags: argparse.Namespace, presets: P
             words.append(mended)
             several = bool(wrong) and " or " in wrong[0].instead
             guessed += [mended.partition("=")[0]] if several else []
+    return [problem for problem in _unrelated(_told(words, flags, presets), found) if problem.key not in guessed]
+
+
+def _narrowed(problem: Problem, flags: argparse.Namespace, presets: Presets) -> Problem:
+    """Of two whole numbers to write for one that is none, those that no rule between keys refuses; else an example."""
+    name, ways = problem.key, problem.instead.split(" or ")
+    if len(ways) == 1 or not all(way.startswith(f"{name}=") for way in ways):
+        return problem
+    others = [word for word in flags.overrides if word.partition("=")[0] != name]
+    legal = [way for way in ways if all(told.key != name for told in _told([*others, way], flags, presets))]
+    return replace(problem, instead=" or ".join(legal) or f"{name}={keys()[name].example()}")
+
+
+def _told(words: list[str], flags: argparse.Namespace, presets: Presets) -> list[Problem]:
+    """What is wrong with a config of words that can be read."""
     try:
-        behind = _unsettled(*_compose(flags, [*presets.search, *words]))
+        return _unsettled(*_compose(flags, [*presets.search, *words]))
     except Refusal as refusal:
-        behind = refusal.problems
-    return [problem for problem in _unrelated(behind, found) if problem.key not in guessed]
+        return refusal.problems
 
 
 def _unsettled(config: Config, chosen: Chosen) -> list[Problem]:

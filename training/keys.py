@@ -15,6 +15,8 @@ from training.refusal import Problem
 
 NULL_WORDS = {"none", "null", "nil"}
 TRUE_WORDS, FALSE_WORDS = {"true", "yes", "on", "y", "1"}, {"false", "no", "off", "n", "0"}
+# Of keys that are null by default, what is given as an example where that of the type would make no sense.
+EXAMPLES = {"model.moe.capacity_factor": "1.25", "model.logit_softcap": "30.0", "model.attention_softcap": "50.0"}
 NEAR = 0.6  # similarity below which a key is no suggestion
 
 
@@ -44,7 +46,9 @@ class Key:
 
     def example(self) -> str:
         """A legal value, as it is typed."""
-        return show(self.default) if self.default is not None else {int: "100", float: "0.1"}.get(self.kinds[0], "null")
+        if self.default is not None:
+            return show(self.default)
+        return EXAMPLES.get(self.name) or {int: "100", float: "0.1"}.get(self.kinds[0], "null")
 
     @property
     def is_open(self) -> bool:

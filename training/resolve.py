@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from models.config import Balance, MoE
 from parallel.config import Dtype, ParallelConfig, Strategy, experts_apart
 from parallel.planning.stages import runs
 from training.config import Config, ScheduleKind, TokenizerKind
@@ -71,6 +72,7 @@ def resolve(config: Config, world: World, chosen: Chosen) -> None:
     wait for the data (resolve_epochs). With eval_only the model and tokenizer are the checkpoint's: resolve_model is
     called when they are known."""
     _expand_home(config)
+    _drop_unused(config, chosen)
     config.name = chosen.name() if config.name is None else config.name
     if chosen.job is not None:
         config.name = f"{config.name}-{chosen.job}"
@@ -80,6 +82,19 @@ def resolve(config: Config, world: World, chosen: Chosen) -> None:
     _resolve_schedule(config)
     if not config.eval_only:
         resolve_model(config)
+
+
+def _drop_unused(config: Config, chosen: Chosen) -> None:
+    """What a preset says of experts, or of their auxiliary loss, where the command line takes these away."""
+    moe, unused = config.model.moe, []
+    if moe.experts == 0:
+        unused = [name for name in MoE.__dataclass_fields__ if name != "experts"]
+    elif moe.balance is Balance.none:
+        unused = ["balance_weight"]
+    if chosen.given & {"model.moe.experts", "model.moe.balance"}:
+        for name in unused:
+            if f"model.moe.{name}" not in chosen.given:
+                setattr(moe, name, getattr(MoE(), name))
 
 
 def _expand_home(config: Config) -> None:
@@ -99,7 +114,9 @@ def _expand_home(config: Config) -> None:
 
 
 def resolve_model(config: Config) -> None:
-    """What follows from the model: tokenizer, vocabulary, sequence length, batch and micro-batch."""
+    """What follows from the model: ranks of its experts, tokenizer, vocabulary, sequence length, batch and
+    micro-batch."""
+    _resolve_experts(config)
     if config.tokenizer.kind is TokenizerKind.auto:
         meant = config.model.tokenizer
         plain = meant in (TokenizerKind.bytes.name, TokenizerKind.gpt2.name)
@@ -139,11 +156,21 @@ def _resolve_degrees(config: Config, world: World) -> None:
         others = math.prod(getattr(parallel, name) for name in DEGREES if name != open_degrees[0])
         if others > 0 and world.ranks % others == 0:
             setattr(parallel, open_degrees[0], world.ranks // others)
+    if not config.eval_only:
+        _resolve_experts(config)
     if parallel.strategy is Strategy.auto:
         copied = Strategy.single if parallel.dp_replicate == 1 else Strategy.ddp
         parallel.strategy = copied if parallel.dp_shard == 1 else Strategy.fsdp2
     if parallel.strategy is Strategy.single and (parallel.cp > 1 or experts_apart(config.model, parallel)):
         parallel.strategy = Strategy.ddp  # ranks have parts of gradients that nothing else sums
+
+
+def _resolve_experts(config: Config) -> None:
+    """Replaces ep=-1 by the most ranks that can share the experts: 1 without experts."""
+    experts, parallel = config.model.moe.experts, config.parallel
+    lenders = (parallel.dp_shard, parallel.cp, parallel.tp)
+    if parallel.ep == -1 and min(lenders) >= 1 and experts >= 0:
+        parallel.ep = math.gcd(experts, math.prod(lenders)) if experts > 0 else 1
 
 
 def _resolve_schedule(config: Config) -> None:

@@ -67,7 +67,8 @@ def test_the_default_is_right() -> None:
         ("model__mtp_weight", 0.2, "model.mtp=1"),
         ("model__moe__experts", 1, "model.moe.experts=2"),
         ("model__moe__scale", 0.0, "model.moe.scale=1.0"),
-        ("model__moe__capacity_factor", -1.0, "model.moe.capacity_factor=0.1"),
+        ("model__moe__capacity_factor", -1.0, "model.moe.capacity_factor=1.25"),
+        ("model__moe__capacity_factor", 0.0, "model.moe.capacity_factor=1.25"),
         ("sequence_length", 257, "sequence_length=128"),
         ("steps", 0, "steps=1"),
         ("seed", -1, "seed=0"),
@@ -144,7 +145,7 @@ def test_mup_is_for_adam() -> None:
         ({"groups": 2, "top_groups": 3}, "model.moe.top_groups=2"),
         ({"top_groups": 2}, "model.moe.top_groups=1"),
         ({"groups": 4, "top_k": 3}, "model.moe.top_groups=2"),
-        ({"dense_layers": 4}, "model.moe.dense_layers=3, or model.moe.experts=0"),
+        ({"dense_layers": 4}, "model.moe.dense_layers=3, or model.moe.experts=0 model.moe.dense_layers=0"),
         ({"balance_weight": 0.3}, "model.moe.balance=sequence, or leave it out"),
         ({"balance": "step", "balance_weight": 0.0}, "model.moe.balance_weight=0.01, or model.moe.balance=none"),
     ],
@@ -530,14 +531,133 @@ def test_what_is_suggested_for_a_pipeline_passes_as_it_is_typed(ranks: int, word
     """Each way, beside what was typed: nothing is left to refuse."""
     typed = dict(word.split("=", 1) for word in words.split())
     (problem,) = (problem for problem in typed_problems(ranks, typed) if problem.key == key)
-    ways = [way for way in re.split(r"[,;]? or ", problem.instead) if "=" in way or way == "leave it out"]
+    ways = mended_ways(typed, problem)
     assert ways
-    for way in ways:
-        kept = {name: value for name, value in typed.items() if way != "leave it out" or name != key}
-        mended = dict(word.split("=") for word in way.split()) if "=" in way else {}
-        assert typed_problems(ranks, kept | mended) == [], (problem, way)
-        if "parallel" in mended:  # another preset
+    for way, mended in ways:
+        assert typed_problems(ranks, mended) == [], (problem, way)
+        if mended.get("parallel") != typed.get("parallel"):  # another preset
             assert typed.get("parallel") != "pp" or "parallel.pp" in mended
+
+
+MOE = "model=moe_debug"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, f"{MOE} parallel.ep=2"),
+        (3, f"{MOE} parallel.ep=2"),
+        (4, f"{MOE} parallel.ep=4"),
+        (4, f"{MOE} parallel.pp=2 parallel.ep=2"),
+        (4, f"{MOE} parallel.tp=2 parallel.ep=4"),
+        (8, f"{MOE} parallel=ddp parallel.ep=2"),
+        (8, f"{MOE} parallel=fsdp2 parallel.ep=3"),
+        (8, f"{MOE} parallel=fsdp2 parallel.ep=0"),
+        (2, "parallel=fsdp2 parallel.ep=2"),
+        (4, "parallel=fsdp2 parallel.ep=8"),
+        (7, "parallel=fsdp2 parallel.cp=2 parallel.tp=2"),
+        (7, "parallel=fsdp2 parallel.pp=2 parallel.tp=2 parallel.cp=2"),
+        (12, f"{MOE} parallel=fsdp2 parallel.cp=2 parallel.tp=3"),
+        (9, "parallel=fsdp2 parallel.cp=3 parallel.tp=3"),
+        (6, "parallel=fsdp2 parallel.cp=3"),
+        (3, "parallel=fsdp2 parallel.cp=3"),
+        (2, "parallel=fsdp2 parallel.cp=2 model.context=126"),
+        (2, "parallel=fsdp2 parallel.cp=2 model.context=126 sequence_length=64"),
+        (2, "parallel=fsdp2 parallel.cp=2 sequence_length=126"),
+        (8, "parallel=tp parallel.cp=2"),
+        (10, f"{MOE} parallel=fsdp2 parallel.pp=5 parallel.ep=2"),
+        (1, f"{MOE} model.moe.dense_layers=4"),
+        (1, f"{MOE} model.moe.balance_weight=0"),
+        (1, "model.moe.balance_weight=0"),
+        (1, "model.moe.balance_weight=0.3"),
+        (1, "model.moe.top_k=9"),
+        (1, "model.moe.experts=8 model.moe.balance=step model.moe.balance_weight=0"),
+        (4, f"{MOE} parallel=ddp optimizer.compression=powersgd optimizer.powersgd_start_step=0"),
+        (4, "parallel=fsdp2 optimizer.compression=powersgd optimizer.powersgd_start_step=0"),
+        (
+            4,
+            "parallel=ddp optimizer.compression=powersgd optimizer.powersgd_start_step=0 "
+            "parallel.allow_mixed_devices=true",
+        ),
+        (1, "optimizer.powersgd_rank=2"),
+        (1, "optimizer.powersgd_rank=2 optimizer.compression=bf16 parallel=ddp"),
+        (2, "parallel.tp=2 optimizer.powersgd_rank=2"),
+    ],
+)
+def test_what_is_suggested_passes_as_it_is_typed(ranks: int, words: str) -> None:
+    """Each way of each problem, beside what was typed: nothing is left to refuse but what was told with it."""
+    typed = dict(word.split("=", 1) for word in words.split())
+    told = typed_problems(ranks, typed)
+    assert told
+    for problem in told:
+        others = {(other.key, other.reason) for other in told if other.key != problem.key}
+        ways = mended_ways(typed, problem)
+        assert ways
+        for way, mended in ways:
+            left = typed_problems(ranks, mended)
+            assert {(other.key, other.reason) for other in left} <= others, (problem, way)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "instead"),
+    [
+        (2, "parallel.ep=2", "parallel=fsdp2 parallel.ep=2"),
+        (4, "parallel.pp=2 parallel.ep=2", "parallel=fsdp2 parallel.pp=2 parallel.ep=2"),
+        (8, "parallel=ddp parallel.ep=2", "parallel=fsdp2 parallel.ep=2"),
+    ],
+)
+def test_copies_lend_no_ranks_to_experts(ranks: int, words: str, instead: str) -> None:
+    (problem,) = typed_problems(ranks, {"model": "moe_debug", **dict(word.split("=") for word in words.split())})
+    assert (problem.key, problem.instead) == ("parallel.ep", instead)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "ep"),
+    [
+        (4, "parallel=moe_ep", 4),
+        (8, "parallel=fsdp2 parallel.ep=-1", 8),
+        (16, "parallel=fsdp2 parallel.ep=-1 batch_sequences=16", 8),  # experts
+        (12, "parallel=fsdp2 parallel.ep=-1 model.moe.experts=18 batch_sequences=12", 6),
+        (8, "parallel=fsdp2 parallel.ep=-1 parallel.dp_replicate=2", 4),
+        (8, "parallel=fsdp2 parallel.ep=-1 parallel.pp=2", 4),
+        (8, "parallel=fsdp2 parallel.ep=-1 parallel.tp=2 parallel.cp=2", 8),
+        (2, "parallel=tp parallel.ep=-1", 2),
+        (8, "parallel=ddp parallel.ep=-1", 1),
+        (1, "parallel.ep=-1", 1),
+        (8, "parallel=moe_ep model=gpt2_nano", 1),  # without experts
+    ],
+)
+def test_the_most_ranks_that_can_share_experts(ranks: int, words: str, ep: int) -> None:
+    """The greatest common divisor of the 8 experts and the ranks of a copy."""
+    typed = {"model": "moe_debug", **dict(word.split("=") for word in words.split())}
+    config, chosen = compose([f"{name}={value}" for name, value in typed.items()])
+    resolve(config, World(ranks, ranks), chosen)
+    assert check(config, World(ranks, ranks)) == []
+    assert config.parallel.ep == ep
+
+
+def test_a_checkpoints_experts_are_shared_once_they_are_known() -> None:
+    asked: dict[str, Any] = {"eval_only": True, "checkpoint__load": "a", "parallel__dp_shard": -1, "parallel__ep": -1}
+    known = made(World(8, 8), "fsdp2", **asked)
+    assert check(known, World(8, 8)) == [] and known.parallel.ep == -1
+    known.model.moe.experts = 4
+    resolve_model(known)
+    assert check(known, World(8, 8)) == [] and known.parallel.ep == 4
+
+
+@pytest.mark.parametrize("words", ["model.moe.experts=0", "model.moe.balance=none"])
+def test_what_a_preset_says_of_experts_that_are_taken_away(words: str) -> None:
+    """Is as if it were not said; what is typed beside it is refused, as without a preset."""
+    assert typed_problems(1, {"model": "moe_debug", **dict([words.split("=")])}) == []
+    typed = {"model": "moe_debug", **dict([words.split("=")]), "model.moe.balance_weight": "0.3"}
+    assert [problem.key for problem in typed_problems(1, typed)] == ["model.moe.balance_weight"]
+
+
+def mended_ways(typed: dict[str, str], problem: Problem) -> list[tuple[str, dict[str, str]]]:
+    """Each way that a problem's message suggests, with the words of the command as it mends them."""
+    ways = [way for way in re.split(r"[,;]? or ", problem.instead) if "=" in way or way == "leave it out"]
+    without = {name: value for name, value in typed.items() if name != problem.key}
+    return [(way, typed | dict(word.split("=") for word in way.split()) if "=" in way else without) for way in ways]
 
 
 def typed_problems(ranks: int, typed: dict[str, str]) -> list[Problem]:
@@ -600,7 +720,7 @@ def test_context_parallelism(values: dict[str, Any], key: str, reason: str, inst
         ({"parallel__ep": 3}, "parallel.ep", "model.moe.experts=8", "parallel.ep=2 or parallel.ep=4"),
         ({"model__moe__experts": 6}, "parallel.ep", "dp_shard x cp x tp = 8", "parallel.ep=2"),
         ({"model__moe__experts": 0}, "parallel.ep", "no experts", "parallel.ep=1, or model.moe.experts=16"),
-        ({"parallel__ep": 0}, "parallel.ep", "at least 1", "parallel.ep=1"),
+        ({"parallel__ep": 0}, "parallel.ep", "at least 1", "parallel.ep=-1"),
         ({"compile__scope": "model"}, "compile.scope", "any number of tokens", "compile=block"),
         ({"compile__scope": "model", "parallel__ep": 1, "parallel__tp": 2}, "compile.scope", "any number", "tp=1"),
     ],

@@ -60,6 +60,7 @@ def test_every_misspelt_group_is_refused() -> None:
         ("seed=010", "seed=10"),
         ("seed='5'", "seed=5"),
         ("seed=1.5", "seed=1 or seed=2"),
+        ("model.moe.capacity_factor=nan", "model.moe.capacity_factor=1.25"),
         ("steps=abc", "steps="),
         ("steps=", "steps="),
         ("optimizer.lr=inf", "optimizer.lr=0.001"),

@@ -240,6 +240,20 @@ def test_a_degree_of_a_wrong_type_is_one_problem() -> None:
     assert [problem.key for problem in refused.value.problems] == ["parallel.tp"]
 
 
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("parallel.ep=2.5", "parallel.ep=1"),  # without experts
+        ("model=moe_debug hardware.gpus=8 parallel=fsdp2 parallel.ep=2.5", "parallel.ep=2"),
+        ("model.heads=2.5", "model.heads=2"),
+        ("steps=2.5", "steps=2 or steps=3"),
+    ],
+)
+def test_a_fraction_is_mended_to_what_is_legal(words: str, instead: str) -> None:
+    (problem,) = refused("check_only=true", *words.split())
+    assert problem.instead == instead
+
+
 def test_problems_of_a_file_and_between_keys_are_told_together(folder: Path) -> None:
     mine = experiment(folder, "optimizer: {lr: fast}\nbatch_sequences: 6\nmicro_batch: 4\n")
     assert [problem.key for problem in refused(*mine)] == ["optimizer.lr", "batch_sequences"]
@@ -365,7 +379,7 @@ def test_every_preset_composes_and_checks(line: list[str], tmp_path: Path) -> No
         words.append("model.heads=16")
     if "parallel=moe_ep" in line:
         words = [word for word in words if not word.startswith("compile=")]
-        words += ["compile=none", "model.moe.experts=8"]
+        words += ["compile=none", "model.moe.experts=8"]  # else there is nothing to share
     if "parallel=single" in line:
         words.append("hardware.gpus=1")
     settled(*words)
