@@ -93,10 +93,9 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
             return
         used = math.prod(degrees.values())
         if world.ranks > 1 and used == 1:
-            reason = f"uses one rank, and there are {world.ranks}"
-            yield Problem(
-                "parallel", "single", reason, "parallel=fsdp2 or parallel=ddp, or start one rank with `python train.py`"
-            )
+            reason, batch = f"uses one rank, and there are {world.ranks}", _batch_with(parallel, config, world)
+            spread = f"parallel=fsdp2{batch} or parallel=ddp{batch}"
+            yield Problem("parallel", "single", reason, f"{spread}, or start one rank with `python train.py`")
         elif used > 1 and used != world.ranks:
             axis = "tp" if degrees["tp"] > 1 else "pp"
             are = "is" if world.ranks == 1 else "are"
@@ -119,7 +118,8 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
     unknown = [axis for axis in AXES if degrees[axis] == -1]
     for axis in unknown:  # what is one -1 alone was filled in
         reason = f"is the rest of the {counted(world.ranks, 'rank')}, and that is not known or no whole number"
-        yield Problem(f"parallel.{axis}", -1, reason, f"parallel.{axis}=2, or another number")
+        two = replace(config, parallel=_with_degrees(parallel, {axis: 2}))
+        yield Problem(f"parallel.{axis}", -1, reason, f"{legal_degrees(axis, two, world)}, or another number")
     if unknown:
         return
     there = world.ranks  # for data parallelism, when the others have theirs
@@ -137,26 +137,28 @@ def _strategy(config: Config, world: World) -> Iterator[Problem]:
     ranks = counted(there, "rank") + (f" (times {' x '.join(others)})" if others else "")
     if parallel.strategy is Strategy.ddp:
         reason = f"there are {ranks}, each with a copy of the model"
-        yield Problem(
-            "parallel.dp_replicate", replicate, reason, f"parallel.dp_replicate={there}, or -1 for all there are"
-        )
+        instead = f"parallel.dp_replicate={there}{_batch_with(parallel, config, world)}, or -1 for all there are"
+        yield Problem("parallel.dp_replicate", replicate, reason, instead)
         return
     name, degree = ("dp_shard", shard) if shard != -1 else ("dp_replicate", replicate)
     pairs = [(legal, there // legal) for legal in divisors_around(there, degree)]
     if name == "dp_replicate":
         pairs = [(second, first) for first, second in pairs]
+    cut = degrees["cp"] * degrees["tp"]  # whose ranks experts borrow too
+    pairs = [(s, r) for s, r in pairs if s * cut % max(parallel.ep, 1) == 0] or [(there, 1)]
+    batch = _batch_with(parallel, config, world)
     written = " x ".join(f"{n}={d}" for n, d in (("dp_replicate", replicate), ("dp_shard", shard)) if d != -1)
     if -1 in (replicate, shard):
         reason = f"{written} does not divide the {ranks} there are"
     else:
         reason = f"{written} is {replicate * shard}, and there are {ranks}"
-    choices = " or ".join(f"parallel.dp_shard={s} parallel.dp_replicate={r}" for s, r in pairs)
+    choices = " or ".join(f"parallel.dp_shard={s} parallel.dp_replicate={r}{batch}" for s, r in pairs)
     yield Problem(f"parallel.{name}", degree, reason, f"{choices}; or -1 in one of them for the ranks that are left")
 
 
 def _started(ranks: int, config: Config, world: World) -> str:
     """How to start as many ranks, where one alone was: before other ways."""
-    if world.ranks > 1:
+    if world.ranks > 1 or not _is_legal(config.parallel, config, World(ranks, ranks)):
         return ""
     return (
         f"hardware.gpus={ranks} or " if config.check_only else f"`torchrun --nproc-per-node {ranks} train.py ...` or "
@@ -167,8 +169,8 @@ def legal_degrees(axis: str, config: Config, world: World) -> str:
     """What to write for parallel.pp, cp or tp: the degrees nearest to the given one with which ranks, model and
     sequence can be cut, those with which the batch can stay, if any. Other axes become 1 where they have to."""
     parallel, given = config.parallel, getattr(config.parallel, axis)
-    others = [other for other in AXES if other != axis and getattr(parallel, other) > 1]
-    legal, ones = [_with_degrees(parallel, dict.fromkeys(AXES, 1))], tuple(others)
+    others = [other for other in (*AXES, "ep") if other != axis and getattr(parallel, other) > 1]
+    legal, ones = [_with_degrees(parallel, dict.fromkeys((*AXES, "ep"), 1))], tuple(others)
     for fewer in (chosen for number in range(len(others) + 1) for chosen in combinations(others, number)):
         whole = _with_degrees(parallel, dict.fromkeys(fewer, 1))
         layouts = [_with_degrees(whole, {axis: degree}) for degree in range(1, world.ranks + 1)]
@@ -212,7 +214,7 @@ def _is_legal(parallel: ParallelConfig, config: Config, world: World) -> bool:
     heads = parallel.tp * (parallel.cp if parallel.context is Context.ulysses else 1)
     parts = [(length, parallel.sequence_cuts) for length in (config.sequence_length, model.context)]
     parts += [(model.heads, heads), (model.key_value_heads, heads)]
-    parts += [(ranks * parallel.cp * parallel.tp, parallel.ep)]
+    parts += [(ranks * parallel.cp * parallel.tp, parallel.ep), (model.moe.experts, parallel.ep)]
     return all(size is None or size < 1 or number < 1 or size % number == 0 for size, number in parts)
 
 
@@ -438,11 +440,11 @@ def _experts(config: Config, world: World) -> Iterator[Problem]:
         return
     degrees = parallel.dp_shard, parallel.cp, parallel.tp
     ranks = math.prod(degrees)
-    if min(degrees) < 1 or (experts % ep == 0 and ranks % ep == 0):
+    if min(degrees) < 1 or _shares(parallel, world) == 0 or (experts % ep == 0 and ranks % ep == 0):
         return
     there = world.ranks // max(parallel.pp, 1) if parallel.strategy is Strategy.ddp else ranks
     legal = [f"parallel.ep={degree}" for degree in divisors_around(math.gcd(experts, there), ep)]
-    if parallel.strategy is Strategy.ddp and there > 1 and _shares(parallel, world) > 0:  # its copies lend no ranks
+    if parallel.strategy is Strategy.ddp and there > 1:  # its copies lend no ranks
         stay = [f"parallel.{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
         batch = _batch_with(parallel, config, world)
         legal = [" ".join(["parallel=fsdp2", *stay, way]) + batch for way in legal]
