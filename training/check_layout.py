@@ -169,11 +169,12 @@ def legal_degrees(axis: str, config: Config, world: World) -> str:
     """What to write for parallel.pp, cp or tp: the degrees nearest to the given one with which ranks, model and
     sequence can be cut, those with which the batch can stay, if any. Other axes become 1 where they have to."""
     parallel, given = config.parallel, getattr(config.parallel, axis)
+    divisors = [degree for degree in range(1, world.ranks + 1) if world.ranks % degree == 0]
     others = [other for other in (*AXES, "ep") if other != axis and getattr(parallel, other) > 1]
     legal, ones = [_with_degrees(parallel, dict.fromkeys((*AXES, "ep"), 1))], tuple(others)
     for fewer in (chosen for number in range(len(others) + 1) for chosen in combinations(others, number)):
         whole = _with_degrees(parallel, dict.fromkeys(fewer, 1))
-        layouts = [_with_degrees(whole, {axis: degree}) for degree in range(1, world.ranks + 1)]
+        layouts = [_with_degrees(whole, {axis: degree}) for degree in divisors]
         if fitting := [layout for layout in layouts if _is_legal(layout, config, world)]:
             legal, ones = fitting, fewer
             break
@@ -377,6 +378,8 @@ def _lengths(axis: str, parts: str, config: Config, world: World) -> Iterator[Pr
     model, parallel, cuts = config.model, config.parallel, config.parallel.sequence_cuts
     lengths = {"sequence_length": config.sequence_length, "model.context": model.context}
     wrong = {name: size for name, size in lengths.items() if size is not None and size >= 1 and size % cuts != 0}
+    if not wrong:
+        return
     heads_divide = all(heads % parallel.tp == 0 for heads in (model.heads, model.key_value_heads))
     instead = legal_degrees(axis if heads_divide else "tp", config, world)
     if heads_divide and world.ranks % getattr(parallel, axis) == 0:
