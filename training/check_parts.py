@@ -89,10 +89,10 @@ def built_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Pro
 def _faults(name: str, part: Any, parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
     """What a part lacks, and what to write."""
     from models.attention import AttentionCore
-    from models.roles import parameter_specs
+    from models.roles import parameter_roles
 
     try:
-        parameter_specs(part)
+        parameter_roles(part)
     except LookupError as error:
         yield str(error), f"specify(module, weight=Spec(Role.matrix, std)) where it is made; {PAGE}"
     if buffers := [own for own, _ in part.named_buffers()]:
