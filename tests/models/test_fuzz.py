@@ -184,6 +184,11 @@ def helps(model: ModelConfig, problem: Problem) -> None:
     """What is written instead first removes the problem."""
     assert problem.key in keys(), problem
     assert problem.value != "" and len(problem.reason.split()) > 2, problem
+    if problem.instead == "leave it out":
+        other = deepcopy(model)
+        put(other, problem.key.removeprefix("model."), keys()[problem.key].default)
+        assert problem.key not in {found.key for found in problems(other)}, problem
+        return
     written = re.match(r"model\.([\w.]+)=([^\s,]+)", problem.instead)
     if written is None:
         assert re.match(r"(optimizer|[\w.]+)=\S+", problem.instead), problem
