@@ -199,10 +199,8 @@ def gpt2_ranks(merges: str) -> dict[bytes, int]:
     """Ranks from OpenAI's vocab.bpe: the 256 bytes in its own order, then a token for each merge.
 
     The file writes bytes that are not printable as the characters from U+0100 on."""
-    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    ranks = {bytes([byte]): rank for rank, byte in enumerate(printable + others)}
+    byte_of = {shown: byte for byte, shown in _shown_bytes().items()}
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(byte_of.values())}
     for line in merges.split("\n")[1:-1]:
         token = bytes(byte_of[character] for character in line if character != " ")
         ranks[token] = len(ranks)
@@ -296,7 +294,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> tuple[str, str]:
 
 
 def _shown_bytes() -> dict[int, str]:
-    """The character that stands for each byte in files of byte-level BPE: as gpt2_ranks reads them."""
+    """The character that stands for each byte in files of byte-level BPE, in OpenAI's order of the bytes."""
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}

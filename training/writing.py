@@ -61,11 +61,11 @@ def write(
     written: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
     with remembering(model, documents) as cache:
-        logits = forward(tokens=tokens, positions=positions)[:, -1]
+        logits = forward(tokens=tokens, positions=positions)[:, -1].cpu()
         cache.filled = width
         for done in range(1, count + 1):
             for row in sorted(open_rows):
-                drawn = shares(logits[row].cpu(), sampling)
+                drawn = shares(logits[row], sampling)
                 token = int(
                     drawn.argmax()
                     if sampling.temperature == 0
@@ -80,6 +80,6 @@ def write(
             last = [row[-1] if row else end_of_text for row in written]
             tokens = torch.tensor(last, device=device).unsqueeze(1).expand(-1, parts)
             positions = positions[:, -1:] + 1
-            logits = forward(tokens=tokens, positions=positions.expand(-1, parts))[:, 0]
+            logits = forward(tokens=tokens, positions=positions.expand(-1, parts))[:, 0].cpu()
             cache.filled += 1
     return written
