@@ -5,7 +5,12 @@ import shutil
 import pytest
 
 from tests.runs.drive import DROPOUT, Runs
-from tests.runs.drive import runs as runs
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Of all files here, which copy one unbroken run: no two may give a run the same name."""
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")

@@ -314,6 +314,6 @@ def hit_in_call(module: str, name: str, number: int, time: int = 1) -> None:
 # ---- for the conftest.py of each folder that has runs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # two files may give runs the same name
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
