@@ -82,9 +82,11 @@ class Router(nn.Module):
                 whole = self.sequences.whole(chosen)
                 kept = within_capacity(whole, documents, self.moe.experts, self.moe.capacity_factor)
                 kept = self.sequences.own(kept)
-                weights = _Attached.apply(weights * kept, self.dropped, (~kept).sum().to(self.dropped.dtype).view(1))
-            weights = _Attached.apply(weights, self.load, loads(chosen.flatten(), self.moe.experts).to(self.load.dtype))
-            for loss in self._losses(logits, scores, chosen):
+                dropped = of_text(~kept, documents).sum().to(self.dropped.dtype).view(1)
+                weights = _Attached.apply(weights * kept, self.dropped, dropped)
+            counts = of_text(loads(chosen.flatten(1), self.moe.experts), documents).sum(0)
+            weights = _Attached.apply(weights, self.load, counts.to(self.load.dtype))
+            for loss in self._losses(logits, scores, chosen, documents):
                 weights = _Attached.apply(weights, loss, self.share.to(loss.dtype))
         return chosen, weights
 
@@ -101,7 +103,7 @@ class Router(nn.Module):
         indices = preferred.sort(dim=-1, descending=True, stable=True).indices
         return indices[..., :top_k].contiguous()  # backward keeps it, and a view would keep the others
 
-    def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Iterator[Tensor]:
+    def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor, documents: Tensor | None) -> Iterator[Tensor]:
         """Auxiliary losses, summed over tokens: scalars.
 
         balance: DeepSeek-V3 (2024), equations 17 to 20, each sequence weighted by its tokens. With `step` the share of
@@ -116,9 +118,17 @@ class Router(nn.Module):
                 counts = self.load.detach().to(shares.dtype)
             assigned = counts.sum(-1, keepdim=True).clamp(min=1)
             overload = moe.experts * counts / assigned  # [batch, experts] or [experts]; 1 is even
-            yield moe.balance_weight * (overload * shares.sum(1)).sum()
+            yield moe.balance_weight * of_text(overload * shares.sum(1), documents).sum()
         if moe.z_loss > 0:
-            yield moe.z_loss * logits.logsumexp(-1).square().sum()
+            yield moe.z_loss * of_text(logits.logsumexp(-1).square(), documents).sum()
+
+
+def of_text(values: Tensor, documents: Tensor | None) -> Tensor:
+    """values: [batch, ...]. The same, 0 for sequences that only fill a step up: their documents are negative."""
+    if documents is None:
+        return values
+    fills = documents[:, 0].view(-1, *[1] * (values.dim() - 1)) < 0
+    return values.masked_fill(fills, 0)
 
 
 def within_groups(preferred: Tensor, groups: int, top_groups: int) -> Tensor:

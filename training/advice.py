@@ -7,9 +7,11 @@ from math import gcd
 from models.flops import flops_per_token
 from parallel.config import Dtype, Recompute, Scope, Strategy
 from parallel.planning.layout import reshards_to
+from training.check_layout import batches_around
 from training.config import Config
+from training.nearby import alternatives, counted
 from training.plan import FITS, gib, memory_of, whole_replica
-from training.resolve import World
+from training.resolve import World, data_ranks, filling
 
 LONG_SECONDS = 3600.0
 
@@ -36,8 +38,19 @@ class Device:
 
 def advice(config: Config, world: World, device: Device) -> list[str]:
     """Each poor choice with what would be better. Where something is not known, nothing is said of it."""
-    rules = (_whole_replica_fits, _tensor_across_hosts, _full_recompute, _eager)
+    rules = (_filled_up, _whole_replica_fits, _tensor_across_hosts, _full_recompute, _eager)
     return [told for rule in rules for told in rule(config, world, device)]
+
+
+def _filled_up(config: Config, world: World, device: Device) -> Iterator[str]:
+    batch, micro, ranks, more = config.batch_sequences, config.micro_batch, data_ranks(config), filling(config)
+    if more > 0:
+        assert batch is not None and isinstance(micro, int)
+        whole = alternatives("batch_sequences", batches_around(batch, ranks * micro, config.parallel))
+        yield (
+            f"batch_sequences={batch}: with {ranks} data ranks and micro_batch={micro} a step computes "
+            f"{counted(more, 'sequence')} more, without labels, to fill it up; nothing is wasted with {whole}"
+        )
 
 
 def _whole_replica_fits(config: Config, world: World, device: Device) -> Iterator[str]:
@@ -48,7 +61,7 @@ def _whole_replica_fits(config: Config, world: World, device: Device) -> Iterato
         return
     fits = f"a whole copy of the model's state and activations fits a device: {gib(whole.total, device.memory_bytes)}"
     assert config.batch_sequences is not None
-    if parallel.cp * parallel.tp * parallel.pp > 1 and config.batch_sequences % world.ranks == 0:
+    if parallel.cp * parallel.tp * parallel.pp > 1 and config.batch_sequences >= world.ranks:
         if parallel.tp > 1:
             waits = "Tensor parallelism waits for other ranks in each layer"
             yield f"parallel.tp={parallel.tp}: {fits}. {waits}; parallel=ddp or parallel=zero1 only once a step"

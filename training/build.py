@@ -39,7 +39,7 @@ from training.optimizers.build import build_optimizer
 from training.place import Place
 from training.plan import axes_table, counts_told, settle_activations, stages_table, unplanned
 from training.refusal import Problem, Refusal
-from training.resolve import DEGREES, Chosen, data_ranks, resolve_epochs
+from training.resolve import DEGREES, Chosen, data_ranks, rank_sequences, resolve_epochs
 from training.schedule import Schedule
 from training.step import Step
 from training.tokenizers import Tokenizer, build
@@ -176,7 +176,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
 def fit_micro_batch(config: Config, place: Place, step: Step, apart: int | None) -> int:
     """The largest micro-batch of this model that fits on every rank. apart: as Text's."""
     assert config.sequence_length is not None and config.batch_sequences is not None
-    length, sequences = config.sequence_length, config.batch_sequences // data_ranks(config)
+    length, sequences = config.sequence_length, rank_sequences(config.batch_sequences, data_ranks(config))
 
     def probe(count: int) -> None:
         tokens = torch.zeros(count, length, dtype=torch.long, device=place.device)
@@ -206,6 +206,7 @@ def build_batches(config: Config, place: Place, text: Text) -> Batches:
         place.device,
         data.prefetch,
         text.apart,
+        marked=config.model.moe.experts > 0,
     )
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from models.config import Balance, Latent, ModelConfig, MoE, Parametrization, Position, QKNorm, RotaryScaling
 from parallel.config import Compress, Dtype
+from parallel.planning.stages import runs
 from training.check_attention import attention_rules
 from training.check_layout import activations_rules, batches_around, compile_rules, parallel_rules, sizes_near
 from training.check_parts import built_problems, class_problems
@@ -32,7 +33,7 @@ from training.inputs import input_problems
 from training.keys import keys, nearest, show
 from training.nearby import alternatives, around, counted, divisors_around, legal_numbers
 from training.refusal import Problem, Refusal
-from training.resolve import DEGREES, VOCABULARIES, Chosen, World, data_ranks, resolve, resolve_model
+from training.resolve import DEGREES, VOCABULARIES, Chosen, World, data_ranks, rank_sequences, resolve, resolve_model
 from training.schedule import Schedule
 
 TASKS = ("heldout", "continuation")
@@ -103,15 +104,13 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
 
 def accumulation(config: Config, world: World) -> int:
     """Micro-batches of an optimizer step on each rank, ranks of all hosts counted. Raises ValueError where the degrees
-    do not use all ranks, the batch does not divide or micro_batch is no number."""
+    do not use all ranks, or batch_sequences or micro_batch is no number of at least 1."""
     batch, micro, ranks = config.batch_sequences, config.micro_batch, data_ranks(config)
     if math.prod(getattr(config.parallel, name) for name in DEGREES) != world.ranks:
         raise ValueError(f"the degrees of parallel do not use the {counted(world.ranks, 'rank')} there are")
-    if batch is None or not isinstance(micro, int):
-        raise ValueError(f"batch_sequences={batch} and micro_batch={micro} must be numbers")
-    if batch < 1 or micro < 1 or ranks < 1 or batch % (micro * ranks) != 0:
-        raise ValueError(f"batch_sequences={batch} is not a multiple of micro_batch={micro} x {ranks} data ranks")
-    return batch // (micro * ranks)
+    if batch is None or not isinstance(micro, int) or min(batch, micro) < 1:
+        raise ValueError(f"batch_sequences={batch} and micro_batch={micro} must be numbers of at least 1")
+    return rank_sequences(batch, ranks, micro) // micro
 
 
 def check(config: Config, world: World) -> list[Problem]:
@@ -535,10 +534,8 @@ def _batch(config: Config, world: World) -> Iterator[Problem]:
     elif batch is None and tokens is None:
         yield Problem("batch_sequences", None, "the batch has no size", "batch_sequences=32, or batch_tokens=...")
     elif batch is None and tokens is not None and length is not None and legal_numbers(tokens, length):
-        legal = alternatives("batch_tokens", around(tokens, length * max(ranks, 1)))
-        yield Problem(
-            "batch_tokens", tokens, f"is not a multiple of sequence_length={length} x {max(ranks, 1)} data ranks", legal
-        )
+        legal = alternatives("batch_tokens", around(tokens, length))
+        yield Problem("batch_tokens", tokens, f"is not a multiple of sequence_length={length}", legal)
     micro = config.micro_batch
     if (isinstance(micro, str) and micro != "auto") or (isinstance(micro, int) and micro < 1):
         auto = "" if config.parallel.pp > 1 else " or micro_batch=auto"
@@ -547,14 +544,15 @@ def _batch(config: Config, world: World) -> Iterator[Problem]:
         return
     if batch is None or batch < 1 or math.prod(getattr(config.parallel, name) for name in DEGREES) != world.ranks:
         return  # what is wrong with the degrees is told by itself
-    step = ranks * (micro if isinstance(micro, int) else 1)
-    if batch % step == 0:
-        return
-    parts = [f"{ranks} data ranks"] + ([f"micro_batch={micro}"] if isinstance(micro, int) else [])
-    instead = alternatives("batch_sequences", batches_around(batch, step, config.parallel))
-    sizes = sizes_near(batch // ranks, micro, config.parallel) if batch % ranks == 0 and isinstance(micro, int) else []
-    instead += f"; or {alternatives('micro_batch', sizes)}" if sizes else ""
-    yield Problem("batch_sequences", batch, f"is not a multiple of {' x '.join(parts)}", instead)
+    sequences = rank_sequences(batch, ranks)
+    if batch < ranks:
+        reason = f"leaves nothing for {counted(ranks - batch, 'rank')} of {ranks} that see different sequences"
+        instead = alternatives("batch_sequences", batches_around(batch, ranks, config.parallel))
+        yield Problem("batch_sequences", batch, reason, instead)
+    elif isinstance(micro, int) and micro > sequences and (config.parallel.pp == 1 or runs(config.parallel, 1)):
+        reason = f"is more than the {counted(sequences, 'sequence')} of a rank in a step"
+        instead = alternatives("micro_batch", sizes_near(sequences, micro, config.parallel))
+        yield Problem("micro_batch", micro, reason, instead)
 
 
 def _schedule_units(config: Config, world: World) -> Iterator[Problem]:

@@ -7,13 +7,14 @@ from models.config import Attention
 from parallel.config import Context, Dtype
 from training.config import Config
 from training.refusal import Problem
-from training.resolve import World
+from training.resolve import World, filling
 
 
 def asked_by(config: Config, dtype: Dtype) -> Asked:
     model = config.model
     window, softcap = model.window is not None, model.attention_softcap is not None
-    return Asked(config.data.mask_documents, window, softcap, model.dropout > 0, dtype.name)
+    marked = model.moe.experts > 0 and filling(config) > 0  # by documents: training.data.batches
+    return Asked(config.data.mask_documents or marked, window, softcap, model.dropout > 0, dtype.name)
 
 
 def attention_rules(config: Config, world: World) -> Iterator[Problem]:
@@ -30,5 +31,6 @@ def device_rules(config: Config, device: str, dtype: Dtype) -> Iterator[Problem]
         yield Problem("model.attention", kernel.name, reason, f"model.attention=auto{bf16}")
     ring = config.parallel.cp > 1 and config.parallel.context is Context.ring
     if ring and device == "cuda" and (asked.documents or asked.window):
-        what = "keeps no documents apart (data.mask_documents)" if asked.documents else "has no window (model.window)"
+        documents = "data.mask_documents, or a batch of a model with experts that does not divide by the data ranks"
+        what = f"keeps no documents apart ({documents})" if asked.documents else "has no window (model.window)"
         yield Problem("parallel.context", "ring", f"{what} on a GPU", "parallel.context=gather")

@@ -22,7 +22,7 @@ from parallel.recomputation import settled
 from training.config import Config
 from training.nearby import alternatives, around, counted, divisors_around, legal_numbers
 from training.refusal import Problem
-from training.resolve import DEGREES, World, data_ranks
+from training.resolve import DEGREES, World, data_ranks, rank_sequences
 
 AXES = ("pp", "cp", "tp")  # which leave the other ranks for data
 DDP_KEYS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
@@ -73,11 +73,11 @@ def parallel_rules(config: Config, world: World) -> Iterator[Problem]:
 
 
 def _micro_batches(config: Config) -> int | None:
-    """Of a rank in a step; None while it is not known."""
+    """Of a rank in a step; None while it is not known, and where not every rank has one."""
     batch, micro, ranks = config.batch_sequences, config.micro_batch, data_ranks(config)
-    if batch is None or not isinstance(micro, int) or micro < 1 or ranks < 1:
+    if batch is None or not isinstance(micro, int) or min(micro, ranks) < 1 or batch < ranks:
         return None
-    return batch // (micro * ranks)
+    return rank_sequences(batch, ranks, micro) // micro
 
 
 def _strategy(config: Config, world: World) -> Iterator[Problem]:
@@ -200,7 +200,7 @@ def _batch_with(parallel: ParallelConfig, config: Config, world: World) -> str:
     batch, ranks = config.batch_sequences, _shares(parallel, world)
     if batch is None or batch < 1 or ranks < 1 or config.eval_only:
         return ""
-    if batch % ranks == 0 and takes(parallel, batch // ranks):
+    if batch >= ranks and takes(parallel, rank_sequences(batch, ranks)):
         return ""
     micro = config.micro_batch if isinstance(config.micro_batch, int) and config.micro_batch >= 1 else 1
     near = batches_around(batch, ranks * micro, parallel)
@@ -304,7 +304,7 @@ def _scheduled(config: Config) -> Iterator[Problem]:
         batch, micro, ranks = config.batch_sequences, config.micro_batch, data_ranks(config)
         schedule = parallel.schedule.name
         reason = f"leaves {counted(number, 'micro-batch')} of a step, which the schedule {schedule} cannot take"
-        sizes = alternatives("micro_batch", sizes_near(batch // ranks, micro, parallel))
+        sizes = alternatives("micro_batch", sizes_near(rank_sequences(batch, ranks), micro, parallel))
         batches = alternatives("batch_sequences", batches_around(batch, ranks * micro, parallel))
         yield Problem("micro_batch", micro, reason, " or ".join(filter(None, [sizes, batches])))
     if parallel.schedule in SPLIT:

@@ -14,7 +14,7 @@ from parallel.planning.traffic import Batch, Traffic, traffic
 from parallel.recomputation import settled
 from training.config import Config, OptimizerKind
 from training.metrics.console import table
-from training.resolve import data_ranks
+from training.resolve import data_ranks, rank_sequences
 
 GIB = 2**30
 FITS = 0.8  # of a device's memory; what estimates do not see needs the rest
@@ -27,9 +27,9 @@ def batch_of(config: Config, parallel: ParallelConfig | None = None) -> Batch | 
     if sequences is None or not isinstance(micro, int) or length is None:
         return None
     of = parallel or config.parallel
-    each = max(sequences // (of.dp_replicate * of.dp_shard), 1)
-    micro = min(micro, each)
-    return Batch(micro, each // micro, length // of.cp)
+    ranks = of.dp_replicate * of.dp_shard
+    micro = min(micro, rank_sequences(sequences, ranks))
+    return Batch(micro, rank_sequences(sequences, ranks, micro) // micro, length // of.cp)
 
 
 def traffic_of(config: Config, dtype: Dtype) -> tuple[int, list[Traffic]]:

@@ -65,6 +65,20 @@ def data_ranks(config: Config) -> int:
     return config.parallel.dp_replicate * config.parallel.dp_shard
 
 
+def rank_sequences(batch_sequences: int, ranks: int, micro_batch: int = 1) -> int:
+    """Sequences of a step on each of so many data ranks: whole micro-batches, as many on every rank. Where they are
+    more than the batch, those beyond it have no labels and count for nothing."""
+    return -(-batch_sequences // (ranks * micro_batch)) * micro_batch
+
+
+def filling(config: Config) -> int:
+    """Sequences of a step beyond the batch; 0 while it is not known how it is cut."""
+    batch, micro, ranks = config.batch_sequences, config.micro_batch, data_ranks(config)
+    if not isinstance(micro, int) or batch is None or min(batch, micro, ranks) < 1:
+        return 0
+    return rank_sequences(batch, ranks, micro) * ranks - batch
+
+
 def resolve(config: Config, world: World, chosen: Chosen) -> None:
     """Fills the config in place. What does not divide or is not known yet stays as it is; check names it.
 
@@ -193,8 +207,9 @@ def _resolve_batch(config: Config, sequence_length: int) -> None:
     if config.tokens is not None and config.steps is None and config.epochs is None:
         config.steps, config.tokens = math.ceil(config.tokens / (config.batch_sequences * sequence_length)), None
     ranks = data_ranks(config)
-    if config.micro_batch is None and ranks > 0 and config.batch_sequences % ranks == 0:
-        config.micro_batch = _micro_batch(config.batch_sequences // ranks, sequence_length, config.parallel)
+    if config.micro_batch is None and ranks > 0:
+        sequences = rank_sequences(config.batch_sequences, ranks)
+        config.micro_batch = _micro_batch(sequences, sequence_length, config.parallel)
 
 
 def _micro_batch(sequences: int, sequence_length: int, parallel: ParallelConfig) -> int:

@@ -263,16 +263,15 @@ def shared_experts(random: Random, drawn: Drawn) -> str | None:
 
 def batch(random: Random, drawn: Drawn) -> str | None:
     config = drawn.config
-    assert isinstance(config.micro_batch, int) and config.batch_sequences is not None
-    step = data_ranks(config) * config.micro_batch
-    config.batch_sequences += random.randint(1, max(step - 1, 1))
-    return "batch_sequences" if step > 1 else None
+    ranks = data_ranks(config)
+    config.batch_sequences = random.randint(1, max(ranks - 1, 1))
+    return "batch_sequences" if ranks > 1 else None
 
 
 def micro_batch(random: Random, drawn: Drawn) -> str | None:
     assert drawn.config.batch_sequences is not None
     drawn.config.micro_batch = drawn.config.batch_sequences + 1
-    return "batch_sequences"
+    return "micro_batch"
 
 
 def more_ranks(random: Random, drawn: Drawn) -> str | None:

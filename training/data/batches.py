@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from models.head import IGNORED
 from training.data.order import Order
 from training.data.packing import packed, without_seams
 from training.data.shards import Tokens
+from training.resolve import rank_sequences
 
 
 class BatchFailed(Exception):
@@ -27,7 +29,8 @@ class Batch:
     """Counted from 0: the steps done before it."""
     micro_batches: list[dict[str, torch.Tensor]]
     """Each {"tokens", "labels"}: int64 [micro_batch, sequence_length]; labels are the tokens one place on. With
-    documents kept apart also {"documents", "positions"} of packing.packed, and seams have no label."""
+    documents kept apart also {"documents", "positions"} of packing.packed, and seams have no label. Sequences that fill
+    the step up have no labels either; where they are marked, their documents are -1."""
     predicted: int
     """Labels that count, on this rank."""
     digest: str
@@ -37,8 +40,8 @@ class Batch:
 class Batches:
     """The batches of a run as a function of the tokens consumed so far, so that a resume needs to know nothing else.
 
-    They are the next batch_sequences samples of the order. The rank has batch_sequences / data_ranks rows of them, from
-    data_rank times as many on."""
+    They are the next batch_sequences samples of the order. Each rank has as many rows, whole micro-batches: the first
+    rank those at the start, and the last ranks some that fill the step up where the batch does not divide."""
 
     def __init__(
         self,
@@ -51,17 +54,19 @@ class Batches:
         device: torch.device,
         prefetch: int,
         end_of_text: int | None = None,
+        marked: bool = False,
     ) -> None:
-        """micro_batch: sequences; prefetch: steps made ready ahead; end_of_text: given, documents are kept apart at it.
-        Raises ValueError if the batch does not divide."""
-        if batch_sequences % (data_ranks * micro_batch):
-            raise ValueError(f"{batch_sequences} sequences do not divide by {data_ranks} ranks x {micro_batch}")
+        """micro_batch: sequences; prefetch: steps made ready ahead; end_of_text: given, documents are kept apart at it;
+        marked: what fills a step up is told by its documents, for what counts tokens without their labels."""
         self.tokens = tokens
         self.order = order
         self.batch_sequences = batch_sequences
         self.micro_batch = micro_batch
-        self.rows = batch_sequences // data_ranks
-        self.first_row = data_rank * self.rows
+        rows = rank_sequences(batch_sequences, data_ranks, micro_batch)
+        self.first_row = min(data_rank * rows, batch_sequences)
+        self.rows = min(rows, batch_sequences - self.first_row)
+        self.filling = rows - self.rows
+        self.marked = marked and rows * data_ranks > batch_sequences
         self.device = device
         self.prefetch = prefetch
         self.end_of_text = end_of_text
@@ -92,17 +97,17 @@ class Batches:
             reader.shutdown(cancel_futures=True)
 
     def _read(self, step: int, sample: int) -> tuple[torch.Tensor, int, str]:
-        """This rank's rows of the step beginning at a sample, int64 [rows, sequence_length + 1] on the CPU, pinned for
-        a GPU; how many labels of theirs count; and their digest."""
+        """This rank's rows of the step beginning at a sample, int64 [rows + filling, sequence_length + 1] on the CPU,
+        pinned for a GPU; how many labels of theirs count; and their digest."""
         first = sample + self.first_row
         try:
             samples = [self._sample(int(start)) for start in self.order.starts(np.arange(first, first + self.rows))]
         except Exception as error:
             raise BatchFailed(f"step {step}: {error}") from error
-        rows = np.stack(samples)
+        rows = np.array(samples).reshape(self.rows, self.order.sequence_length + 1)
         seams = 0 if self.end_of_text is None else int((rows[:, :-1] == self.end_of_text).sum())
         digest = hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()
-        tensor = torch.from_numpy(rows.astype(np.int64))
+        tensor = torch.from_numpy(np.pad(rows.astype(np.int64), ((0, self.filling), (0, 0))))
         if self.device.type == "cuda":
             # A new thread's current device is the first one, where pinning would make a context.
             torch.cuda.set_device(self.device)
@@ -122,10 +127,15 @@ class Batches:
         """Copies to the device in one go, on the consumer's stream: what it launches next finds the tokens there."""
         rows, predicted, digest = read
         rows = rows.to(self.device, non_blocking=True)
-        parts = rows.split(self.micro_batch)
-        micro_batches = [{"tokens": p[:, :-1].contiguous(), "labels": p[:, 1:].contiguous()} for p in parts]
+        inputs = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
         if self.end_of_text is not None:
-            for inputs in micro_batches:
-                inputs["labels"] = without_seams(inputs["tokens"], inputs["labels"], self.end_of_text)
-                inputs |= packed(inputs["tokens"], self.end_of_text)
+            inputs["labels"] = without_seams(inputs["tokens"], inputs["labels"], self.end_of_text)
+            inputs |= packed(inputs["tokens"], self.end_of_text)
+        elif self.marked:
+            inputs["documents"] = torch.zeros_like(inputs["tokens"])
+        inputs["labels"][self.rows :] = IGNORED
+        if self.marked:
+            inputs["documents"][self.rows :] = -1
+        cut = {name: tensor.split(self.micro_batch) for name, tensor in inputs.items()}
+        micro_batches = [dict(zip(cut, parts, strict=True)) for parts in zip(*cut.values(), strict=True)]
         return Batch(step, micro_batches, predicted, digest)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.head import IGNORED
 from training.config import Shuffle
 from training.data.batches import Batch, Batches, BatchFailed
 from training.data.order import Order
@@ -173,7 +174,29 @@ def test_waiting_is_measured(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) ->
     iterator.close()
 
 
-def test_a_batch_that_does_not_divide_is_refused(tokens: Tokens) -> None:
-    for ranks, micro in [(5, 1), (4, 2), (1, 5)]:
-        with pytest.raises(ValueError, match="12 sequences"):
-            batches(tokens, 0, ranks, micro)
+@pytest.mark.parametrize(("ranks", "micro", "each"), [(5, 1, 3), (4, 2, 4), (1, 5, 15), (7, 1, 2), (9, 1, 2)])
+def test_a_batch_that_does_not_divide_is_filled_up(tokens: Tokens, ranks: int, micro: int, each: int) -> None:
+    """12 sequences: what is beyond them has no labels, and all ranks compute as many."""
+    whole = rows(batches(tokens).at(3))
+    found = [batches(tokens, rank, ranks, micro).at(3) for rank in range(ranks)]
+    labels = [torch.cat([part["labels"] for part in batch.micro_batches]) for batch in found]
+    assert [len(part) for part in labels] == [each] * ranks
+    of_text = torch.cat(labels) != IGNORED
+    assert of_text.all(1).tolist() == [True] * 12 + [False] * (ranks * each - 12)
+    assert not of_text[12:].any()
+    assert [row for batch in found for row in rows(batch)][:12] == whole
+    assert [batch.predicted for batch in found] == [int((part != IGNORED).sum()) for part in labels]
+    assert all("documents" not in part for batch in found for part in batch.micro_batches)
+
+
+@pytest.mark.parametrize("end_of_text", [None, 100])
+def test_what_fills_up_is_marked_by_its_documents(tokens: Tokens, end_of_text: int | None) -> None:
+    def documents(ranks: int) -> list[torch.Tensor]:
+        order = Order(len(tokens), 8, 3)
+        made = [Batches(tokens, order, 12, 1, rank, ranks, CPU, 2, end_of_text, True) for rank in range(ranks)]
+        return [part["documents"] for rank in made for part in rank.at(2).micro_batches if "documents" in part]
+
+    marked = torch.cat(documents(5))
+    assert (marked[12:] == -1).all() and len(marked) == 15
+    assert torch.equal(marked[:12], torch.cat(documents(1)) if end_of_text else torch.zeros(12, 8, dtype=torch.int64))
+    assert end_of_text or not documents(4)  # nothing is filled up
