@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch211
 # 8 sequences: 3 each on 3 ranks, one of them to fill the step up
 RUN = "precision=fp64 evals.heldout_tokens=100 evals.continuation_items=2 metrics.sample_tokens=4"
 EXPERTS = (
-    "model.moe.experts=4 model.moe.shared=1 model.moe.balance={balance} model.moe.balance_weight=0.1 "
+    "model.moe.experts=6 model.moe.shared=1 model.moe.balance={balance} model.moe.balance_weight=0.1 "
     "model.moe.z_loss=0.01 model.moe.bias_rate=0.01 optimizer=sgd"
 )
 
@@ -42,7 +42,7 @@ def test_beside_other_axes(runs: Runs, layout: str, experts: str) -> None:
     name = f"{layout}-{'experts' if experts else 'dense'}".replace("=", "-")
     masked = layout if layout.startswith("data") else ""
     runs.finish(f"{name}-one", f"{RUN} {experts or 'optimizer=sgd'} {masked}")
-    apart = "parallel.ep=2" if experts else ""
+    apart = "parallel.ep=3" if experts else ""
     ranks = 3 if masked else 6
     more = f"{RUN} {experts or 'optimizer=sgd'} {layout} parallel=fsdp2 {apart if ranks == 6 else ''}"
     runs.finish(name, f"{more} micro_batch=1", ranks=ranks)
