@@ -1,4 +1,4 @@
-"""Drawn tokens, with transformers as the oracle."""
+"""Drawn tokens, with transformers as the oracle. Greedy ones are in test_greedy."""
 
 from typing import Any
 
@@ -6,17 +6,15 @@ import pytest
 import torch
 
 from models.decoder import Decoder
-from models.huggingface import config_to_huggingface, state_to_huggingface
 from parallel.config import ParallelConfig, Strategy
 from parallel.mesh import build_mesh
 from parallel.tensor import cut_tensors
-from tests.models.build import random_decoder, random_tokens, tiny
+from tests.models.build import random_decoder, tiny
 from tests.ranks import run_ranks
 from training.writing import Sampling, shares, write
 
 CPU = torch.device("cpu")
 NEVER = 1000  # a token that is not in the vocabulary
-GREEDY = Sampling(temperature=0)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
@@ -34,22 +32,6 @@ def test_shares(temperature: float, top_k: int | None, top_p: float | None) -> N
         expected = TopPLogitsWarper(top_p)(ids, expected)
     found = shares(logits[0], Sampling(temperature, top_k, top_p))
     assert torch.allclose(found, expected[0].softmax(-1), atol=1e-12)
-
-
-def test_greedy_is_transformers_token_for_token() -> None:
-    from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
-
-    config = tiny(context=64)
-    model = random_decoder(config).eval()
-    theirs: Any = GPT2LMHeadModel(GPT2Config.from_dict(config_to_huggingface(config))).eval()
-    theirs.load_state_dict(state_to_huggingface(config, model.state_dict()))
-    prompts = [random_tokens(config, 1, length, seed=length)[0].tolist() for length in (3, 11)]
-    written = write(model, model, prompts, 40, GREEDY, 0, NEVER, CPU)
-    for prompt, found in zip(prompts, written, strict=True):
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        said = theirs.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False, eos_token_id=None)
-        assert found == said[0, len(prompt) :].tolist()
 
 
 def test_a_prompt_does_not_depend_on_the_others() -> None:
