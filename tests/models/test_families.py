@@ -183,7 +183,7 @@ class Compared:
     from_theirs: float  # logits of their weights in ours
     largest: float  # logit
     losses: tuple[float, float]  # a predicted token's, ours and theirs
-    gradients: dict[str, float]
+    gradients: dict[str, float]  # over the largest number of each
     smallest: float  # largest number of the gradient of the parameter where that is smallest
     unread: list[str]  # weights of ours they did not take, or lacked
     unchanged: list[str]  # weights that theirs -> ours -> theirs changes by more than 1e-6
@@ -245,6 +245,7 @@ def compare(config: ModelConfig, folder: Path) -> Compared:
     for bias in [name for name in wanted if name.endswith("e_score_correction_bias")]:
         del wanted[bias], found[bias]
     assert found.keys() == wanted.keys()
+    sizes = {name: value.abs().max().item() for name, value in wanted.items()}
 
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -268,8 +269,8 @@ def compare(config: ModelConfig, folder: Path) -> Compared:
         from_theirs=from_theirs,
         largest=logits.abs().max().item(),
         losses=(loss.item(), said.loss.item()),
-        gradients={name: largest_difference(value, found[name]) for name, value in wanted.items()},
-        smallest=min(value.abs().max().item() for value in wanted.values()),
+        gradients={name: largest_difference(value, found[name]) / sizes[name] for name, value in wanted.items()},
+        smallest=min(sizes.values()),
         unread=sorted(str(name) for names in info.values() for name in names),
         unchanged=[name for name, value in file.items() if not largest_difference(value, back[name]) <= 1e-6],
         bitwise=state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state),

@@ -37,6 +37,7 @@ class Compared:
     largest: float  # logit
     unchanged: bool  # theirs -> ours -> theirs is bitwise the same
     losses: tuple[float, float]  # a predicted token's, ours and theirs
+    gradients: dict[str, float]  # by their names: the largest difference over the largest number
 
 
 def randomize(theirs: Any) -> None:
@@ -46,6 +47,16 @@ def randomize(theirs: Any) -> None:
         for name, parameter in theirs.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if "ln_" in name and name.endswith("weight") else 0.2 * noise)
+
+
+def relative_gradients(ours: Decoder, theirs: Any) -> dict[str, float]:
+    found = {name: value.grad for name, value in ours.named_parameters() if value.grad is not None}
+    assert len(found) == len(list(ours.parameters()))
+    converted, difference = state_to_huggingface(ours.config, found), {}
+    for name, parameter in theirs.named_parameters():
+        assert parameter.grad.abs().max() > 1e-4  # or it says nothing
+        difference[name] = largest_difference(converted[name], parameter.grad) / parameter.grad.abs().max().item()
+    return difference
 
 
 def compare(config: ModelConfig) -> Compared:
@@ -60,12 +71,14 @@ def compare(config: ModelConfig) -> Compared:
         theirs: Any = GPT2LMHeadModel(their_config).eval()
     theirs.load_state_dict(state_to_huggingface(config, ours.state_dict()), assign=True)
     theirs.tie_weights()
-    with torch.no_grad():
-        said = theirs(tokens, labels=tokens)
-        loss = ours(tokens=tokens[:, :-1], labels=tokens[:, 1:]) / tokens[:, 1:].numel()
-    to_theirs = largest_difference(said.logits, logits)
+    said = theirs(tokens, labels=tokens)
+    said.loss.backward()
+    loss = ours(tokens=tokens[:, :-1], labels=tokens[:, 1:]) / tokens[:, 1:].numel()
+    loss.backward()
+    gradients = relative_gradients(ours, theirs)
+    to_theirs, losses = largest_difference(said.logits, logits), (loss.item(), said.loss.item())
     if config.layers > 4:  # the full size once is enough
-        return Compared(to_theirs, 0.0, 0.0, logits.abs().max().item(), True, (loss.item(), said.loss.item()))
+        return Compared(to_theirs, 0.0, 0.0, logits.abs().max().item(), True, losses, gradients)
 
     randomize(theirs)
     config = config_from_huggingface(their_config.to_dict())
@@ -79,9 +92,7 @@ def compare(config: ModelConfig) -> Compared:
             torch.equal(back[name], value) for name, value in theirs.state_dict().items()
         )
         exact = largest_difference(theirs.double()(tokens).logits, logits_of(ours.double(), tokens))
-    return Compared(
-        to_theirs, from_theirs, exact, logits.abs().max().item(), unchanged, (loss.item(), said.loss.item())
-    )
+    return Compared(to_theirs, from_theirs, exact, logits.abs().max().item(), unchanged, losses, gradients)
 
 
 def compare_all() -> dict[str, Compared]:
@@ -107,7 +118,14 @@ def test_logits_are_theirs(compared: dict[str, Compared], name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_is_theirs(compared: dict[str, Compared], name: str) -> None:
     ours, theirs = compared[name].losses
-    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_gradients_are_theirs(compared: dict[str, Compared], name: str) -> None:
+    found = compared[name].gradients
+    assert len(found) == 4 + 12 * CASES[name].layers + (not CASES[name].tied_head)
+    assert {name: value for name, value in found.items() if not value < 1e-4} == {}
 
 
 @pytest.mark.parametrize("name", CASES)
