@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from models.config import FeedForward, ModelConfig, QKNorm, Residual, Rotary
 from models.decoder import Decoder
+from parallel.apply import parallelize
+from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Strategy
+from parallel.mesh import build_mesh
 from tests.models.build import random_decoder, random_tokens
 from tests.models.test_families import CASES, deepseek, modern
 from tests.models.test_huggingface import CASES as GPT2
 from tests.oracle_model import logits
 from tests.parity.cases import shape_of
-from training.checkpoint.contents import model_state
+from tests.ranks import run_ranks
+from training.checkpoint.contents import load_model, model_state
+from training.checkpoint.folders import Saved
 from training.checkpoint.store import Store
 from training.config import Config, leaves
 from training.huggingface import export
@@ -27,6 +33,8 @@ COUNT = 52
 LENGTHS = (3, 30, 11)  # the second is longer than all windows and original contexts, the others grow past them
 LEAST_MARGIN = 2e-5  # of a choice, so that none hangs on rounding: a model with a closer one needs another seed
 NEVER = 1000  # a token that is not in the vocabulary
+CPU = torch.device("cpu")
+GREEDY = Sampling(temperature=0)
 
 EXPORTED = (
     {f"gpt2_{name}": replace(GPT2[name], context=96) for name in ("tied", "untied", "narrow_ffn", "one_head")}
@@ -68,16 +76,12 @@ def prompts_of(config: ModelConfig) -> list[list[int]]:
 
 
 def written(model: Decoder) -> list[list[int]]:
-    device = torch.device("cpu")
-    return write(model, model, prompts_of(model.config), COUNT, Sampling(temperature=0), 0, NEVER, device)
+    return write(model, model, prompts_of(model.config), COUNT, GREEDY, 0, NEVER, CPU)
 
 
-def exported(model: Decoder, folder: Path) -> Path:
-    """A checkpoint of a run with this model, as export_hf writes it."""
+def checkpoint_of(model: Decoder, folder: Path) -> Saved:
     about = {"config": leaves(Config(model=model.config)), "tokenizer": {"name": "bytes", "fingerprint": ""}}
-    saved = Store(folder / "checkpoints", Ranks.alone()).save(1, model_state(model), about)
-    export(saved, Bytes(), folder / "exported")
-    return folder / "exported"
+    return Store(folder, Ranks.alone()).save(1, model_state(model), about)
 
 
 def margin(scores: torch.Tensor) -> float:
@@ -92,7 +96,8 @@ def test_a_family_writes_what_transformers_writes(name: str, tmp_path: Path) -> 
 
     model = lively(EXPORTED[name], router_bias=0.1 if name.startswith("deepseek") else 0.0)  # others have none
     kinds = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
-    theirs: Any = AutoModelForCausalLM.from_pretrained(exported(model, tmp_path), **kinds).eval()
+    export(checkpoint_of(model, tmp_path / "checkpoints"), Bytes(), tmp_path / "exported")
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", **kinds).eval()
     prompts = prompts_of(model.config)
     missing = [max(LENGTHS) - length for length in LENGTHS]
     ids = torch.tensor([[0] * left + prompt for left, prompt in zip(missing, prompts, strict=True)])
@@ -121,3 +126,39 @@ def test_what_transformers_has_not_is_written_as_without_a_cache(name: str) -> N
     assert min(margins) > LEAST_MARGIN
     assert len({token for text in expected for token in text}) > 6
     assert written(model) == expected
+
+
+# Sizes that two ranks can share.
+SHARED = {name: CASES[name] for name in ("llama_llama3", "qwen2_fused", "olmo3", "gemma2", "mixtral_windows")} | {
+    "gpt2": replace(GPT2["tied"], heads=4, context=96),
+    "qwen3_moe": CASES["qwen3_moe"],
+    "deepseek_v3": deepseek(heads=4),
+    "gpt_speedrun": SPEEDRUN,
+}
+
+
+def written_over_ranks(folder: Path) -> dict[str, list[list[int]]]:
+    """By each model, whose checkpoint is in the folder."""
+    parallel = ParallelConfig(Strategy.single, tp=2)
+    mesh, found = build_mesh(parallel, CPU), {}
+    for name, config in SHARED.items():
+        options = CompileConfig(), ActivationsConfig()
+        spread = parallelize(config, mesh, parallel, Dtype.fp32, Dtype.fp32, *options, seed=0, device=CPU)
+        store = Store(folder / name, Ranks(dist.group.WORLD))
+        saved = store.newest()
+        assert saved is not None
+        load_model(store, saved, spread)
+        spread.model.eval()
+        prompts = prompts_of(config)
+        found[name] = write(spread.model, spread.forward, prompts, COUNT, GREEDY, 0, NEVER, CPU, parts=2)
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_that_share_heads_write_the_same(tmp_path: Path) -> None:
+    expected = {}
+    for name, config in SHARED.items():
+        model = lively(config, router_bias=0.1)
+        checkpoint_of(model, tmp_path / name)
+        expected[name] = written(model)
+    assert run_ranks(2, written_over_ranks, tmp_path, group=True, timeout=120) == [expected, expected]
