@@ -267,7 +267,9 @@ class ModelConfig:
         Residual.scaled,
         "projections into the residual stream begin with: scaled (init_std / sqrt(2 x layers), GPT-2) | same | zero",
     )
-    init_embedding_std: float | None = key(None, "standard deviation of the embedding; null: init_std")
+    init_embedding_std: float | None = key(
+        None, "standard deviation of the embedding and of value embeddings; null: init_std"
+    )
     parametrization: Parametrization = key(
         Parametrization.standard,
         "standard | mup (Yang et al. 2022: the learning rate and init_std that are best for a narrow model are so for wide ones)",

@@ -20,7 +20,7 @@ class ValueEmbedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.table = table(config.padded_vocab_size, config.key_value_dim)
-        specify(self.table, weight=Spec(Role.embedding, config.init_std, rows=config.vocab_size))
+        specify(self.table, weight=Spec(Role.embedding, config.embedding_std, rows=config.vocab_size))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: [batch, seq]. Returns [batch, seq, width of the values here]."""

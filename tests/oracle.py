@@ -73,7 +73,7 @@ def initial_weights(shape: Shape, seed: int, dtype: torch.dtype) -> Weights:
             values = torch.full(size, MIXES[name.rpartition(".")[2]])
         else:
             std = shape.std
-            if name == "embed.tokens.weight" and shape.embedding_std is not None:
+            if name.startswith(("embed.tokens.", "values.")) and shape.embedding_std is not None:
                 std = shape.embedding_std
             elif "attention.out." in name or ".down" in name:
                 std = into_stream[shape.residual]
