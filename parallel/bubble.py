@@ -3,7 +3,7 @@ takes the passes and from what each stage costs; and measured in it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from time import perf_counter
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from models.config import ModelConfig
 from parallel.config import ParallelConfig, Schedule
-from parallel.planning.stages import costs, extrapolated, stages, stages_per_rank
+from parallel.planning.stages import costs, extrapolated, stages, stages_per_rank, unsplit
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}  # torch's names
 # Of a forward pass of the same stage: gradients of inputs and of weights cost as much each.
@@ -33,11 +33,18 @@ class Pass:
 Turn = tuple[Pass, ...]  # passes whose results are sent together, after the last of them
 
 
-def orders(parallel: ParallelConfig, micro_batches: int) -> list[list[Turn]]:
-    """The turns of each rank in the order of the schedule."""
+def orders(parallel: ParallelConfig, micro_batches: int, whole: int | None = None) -> list[list[Turn]]:
+    """The turns of each rank in the order of the schedule. whole: the stage that is `unsplit`."""
     if parallel.schedule is Schedule["1f1b"]:  # torch's own account of it is not what it does
         return [_one_forward_one_backward(rank, parallel.pp, micro_batches) for rank in range(parallel.pp)]
-    return _of_torch(parallel.schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
+    found = _of_torch(parallel.schedule, parallel.pp, stages_per_rank(parallel), micro_batches)
+    return found if whole is None else [[_unsplit(turn, whole) for turn in rank] for rank in found]
+
+
+def _unsplit(turn: Turn, stage: int) -> Turn:
+    """The stage's whole backward pass where that of its inputs was."""
+    kept = [one for one in turn if (one.kind, one.stage) != ("W", stage)]
+    return tuple(replace(one, kind="B") if (one.kind, one.stage) == ("I", stage) else one for one in kept)
 
 
 @cache
@@ -126,7 +133,8 @@ def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> 
     seconds = costs(model, cut)
     each = COST["F"] + COST["B"]
     work = [each * sum(seconds[stage.index] for stage in cut if stage.rank == rank) for rank in range(parallel.pp)]
-    whole = extrapolated(lambda count: lasts(orders(parallel, count), seconds), parallel, micro_batches)
+    in_one = unsplit(model, parallel)
+    whole = extrapolated(lambda count: lasts(orders(parallel, count, in_one), seconds), parallel, micro_batches)
     whole = max(whole, micro_batches * max(work))  # what is extrapolated may be a little less
     return 1 - micro_batches * sum(work) / (parallel.pp * whole)
 

@@ -2,7 +2,7 @@
 through them. torch.distributed.pipelining has the schedules; evaluation has a pass of its own, since V-shaped schedules
 have none and a schedule knows one shape only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from parallel.bubble import Clock
 from parallel.config import ParallelConfig, Schedule
 from parallel.local import local
 from parallel.overlap import overlap_exchanges, pair_passes
-from parallel.planning.stages import V_SHAPED, Stage, stage_with, stages
+from parallel.planning.stages import V_SHAPED, Stage, stage_with, stages, unsplit
 
 
 def sends_to_itself(parallel: ParallelConfig, device_type: str) -> bool:
@@ -122,7 +122,7 @@ class Pipeline:
             for tensors in self.tensors
         ]
         loss = torch.empty(1, dtype=torch.promote_types(self.dtype, torch.float32), device="meta", requires_grad=True)
-        last = len(self.rank_of) - 1
+        last, in_one = len(self.rank_of) - 1, unsplit(self.model, self.parallel)
         parts = [
             TimedStage(
                 module,
@@ -132,6 +132,7 @@ class Pipeline:
                 input_args=streams[index],
                 output_args=(loss,) if index == last else streams[index + 1],
                 group=self.group,
+                dw_builder=_nothing_left if index == in_one else None,
             )
             for index, module in self.passes.items()
         ]
@@ -176,6 +177,11 @@ class Pipeline:
             return torch.empty(*inputs["tokens"].shape, self.model.vocab_size, dtype=self.dtype, device=self.device)
         shape = (1,) if inputs.get("reduction", "sum") == "sum" else inputs["tokens"].shape
         return torch.empty(shape, dtype=wide, device=self.device)
+
+
+def _nothing_left() -> Callable[[], None]:
+    """What is left of the backward pass of a stage that is `unsplit`. Given this, torch computes all of it at once."""
+    return lambda: None
 
 
 def shared_here(decoder: Decoder, pipeline: Pipeline) -> "list[Shared]":

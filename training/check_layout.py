@@ -308,9 +308,6 @@ def _scheduled(config: Config) -> Iterator[Problem]:
         batches = alternatives("batch_sequences", batches_around(batch, ranks * micro, parallel))
         yield Problem("micro_batch", micro, reason, " or ".join(filter(None, [sizes, batches])))
     if parallel.schedule in SPLIT:
-        if config.model.mtp > 0:
-            reason = f"{parallel.schedule.name} computes gradients in two passes, which fails with them in this version"
-            yield Problem("model.mtp", config.model.mtp, reason, "model.mtp=0, or parallel.schedule=1f1b")
         if parallel.strategy is Strategy.fsdp2 and parallel.reshard_after_forward is not False:
             reason = (
                 f"{parallel.schedule.name} computes gradients in two passes, between which parameters must stay whole"

@@ -3,7 +3,9 @@
 The bytes of parameters, gradients and moments are exact. What is gathered, what waits to be reduced and what is kept
 for backward are estimates of the peak, without the allocator's fragmentation, CUDA's context and the kernels' own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from models.config import ModelConfig
@@ -33,7 +35,7 @@ from parallel.planning.layout import (
     values,
     without_experts,
 )
-from parallel.planning.stages import Stage, as_scheduled, extrapolated, held_stages, order_of, stage_shapes
+from parallel.planning.stages import Stage, as_scheduled, extrapolated, held_stages, order_of, stage_shapes, unsplit
 from parallel.planning.traffic import ROUNDED_BYTES, Batch, reductions
 from parallel.recomputation import segment_borders, settled
 
@@ -122,8 +124,9 @@ def memory(
     )
     shapes = _held(model, parallel, pipeline_rank)
     kept = as_scheduled(activations, parallel)
+    peak = partial(_peak, parallel, batch, pipeline_rank, unsplit(model, parallel))
     if parallel.strategy is Strategy.single or parallel.torch_ddp:
-        copies, reduction = _whole(shapes, batch, pipeline_rank, parallel, compute)
+        copies, reduction = _whole(shapes, peak, parallel, compute)
         reduction += _compressed(shapes[0], compute, compression) if parallel.torch_ddp else 0
     else:
         experts: list[Shapes] = []
@@ -136,27 +139,30 @@ def memory(
     rest = kept, compute, parallel, batch.sequence_length * parallel.cp
     waiting = {stage.index: tokens * waiting_bytes(model, stage, *rest) for stage in stages}
     running = {stage.index: tokens * running_bytes(model, stage, *rest) for stage in stages}
-    found = _peak(parallel, batch, pipeline_rank, waiting, running)
-    return Memory(parameters, gradients, moments * learned, copies, reduction, round(found))
+    return Memory(parameters, gradients, moments * learned, copies, reduction, round(peak(waiting, running)))
 
 
 def _peak(
     parallel: ParallelConfig,
     batch: Batch,
     pipeline_rank: int,
+    whole: int | None,
     waiting: dict[int, float],
     running: dict[int, float],
 ) -> float:
-    """peak_bytes of a step."""
+    """peak_bytes of a step. whole: the stage that is `unsplit`."""
 
     def peak(micro_batches: int) -> float:
-        return peak_bytes(order_of(parallel, micro_batches, pipeline_rank), waiting, running)
+        return peak_bytes(order_of(parallel, micro_batches, pipeline_rank, whole), waiting, running)
 
     return extrapolated(peak, parallel, batch.accumulation)
 
 
 def _whole(
-    shapes: dict[int, Shapes], batch: Batch, pipeline_rank: int, parallel: ParallelConfig, compute: Dtype
+    shapes: dict[int, Shapes],
+    peak: Callable[[dict[int, float], dict[int, float]], float],
+    parallel: ParallelConfig,
+    compute: Dtype,
 ) -> tuple[int, int]:
     """LowPrecision copies every parameter but routers for the whole pass of a micro-batch, and the gradients of the
     copies arrive at the masters at its end; DDP may have its buckets beside the gradients."""
@@ -168,7 +174,7 @@ def _whole(
     }
     beside = parallel.torch_ddp and not parallel.gradient_as_bucket_view
     buckets = sum(held.values()) * master_bytes(compute) if beside else 0
-    return round(_peak(parallel, batch, pipeline_rank, low, low)), round(max(low.values())) + buckets
+    return round(peak(low, low)), round(max(low.values())) + buckets
 
 
 def _compressed(shapes: Shapes, compute: Dtype, compression: Compression) -> int:

@@ -71,6 +71,15 @@ def held_stages(model: ModelConfig, parallel: ParallelConfig, rank: int) -> list
     return [stage for stage in stages(model, parallel) if stage.rank == rank]
 
 
+def unsplit(model: ModelConfig, parallel: ParallelConfig) -> int | None:
+    """The stage whose backward pass stays in one part whatever the schedule: the last, where a weight is used once more
+    behind a block that its first use leads to (the embedding by the second of two further tokens; a head that is the
+    embedding by the first). torch's stage_backward_weight goes from the later use to the earlier one through that block
+    and frees what the gradients of its weights need; seen on 2.11 and 2.15."""
+    nested = model.mtp > 1 or (model.mtp == 1 and model.tied_head)
+    return len(stages(model, parallel)) - 1 if nested else None
+
+
 def stage_shapes(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> Shapes:
     """The parameters of a stage. What has two names is two parameters in a pipeline."""
     shapes = parameter_shapes(model)
@@ -79,13 +88,14 @@ def stage_shapes(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> 
     return {name: shape for name, shape in shapes.items() if stage.holds(name)}
 
 
-def order_of(parallel: ParallelConfig, micro_batches: int, rank: int) -> Order:
-    """The passes of a rank in a step. With a pipeline this imports torch, which has the schedules."""
+def order_of(parallel: ParallelConfig, micro_batches: int, rank: int, whole: int | None = None) -> Order:
+    """The passes of a rank in a step. whole: the stage that is `unsplit`. With a pipeline this imports torch, which has
+    the schedules."""
     if parallel.pp == 1:
         return [("F", 0), ("B", 0)] * micro_batches
     from parallel.bubble import orders
 
-    return [(one.kind, one.stage) for turn in orders(parallel, micro_batches)[rank] for one in turn]
+    return [(one.kind, one.stage) for turn in orders(parallel, micro_batches, whole)[rank] for one in turn]
 
 
 def extrapolated(of: Callable[[int], float], parallel: ParallelConfig, micro_batches: int) -> float:

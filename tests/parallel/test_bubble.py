@@ -7,7 +7,7 @@ from time import process_time
 
 import pytest
 
-from models.config import ModelConfig
+from models.config import ModelConfig, Position
 from parallel.bubble import COST, Pass, Turn, bubble, lasts, orders, simulate
 from parallel.config import ParallelConfig, Schedule, Strategy
 from parallel.planning.activations import peak_bytes
@@ -17,6 +17,7 @@ from parallel.planning.stages import (
     order_of,
     runs,
     stages_per_rank,
+    unsplit,
 )
 from parallel.planning.traffic import Batch, gathers, gathers_of_step
 
@@ -61,6 +62,20 @@ def test_every_pass_is_there_once() -> None:
         assert len(set(passes)) == len(passes)
         work = sum(COST[one.kind] for one in passes)
         assert work == 3 * 8 * 2 * stages_per_rank(parallel)
+
+
+def test_a_stage_that_cannot_be_split_makes_its_backward_pass_in_one() -> None:
+    """The same work; others wait longer for it."""
+    parallel = ParallelConfig(pp=2, schedule=Schedule["zbv"])
+    model = ModelConfig(layers=4, dim=8, heads=2, vocab_size=1, position=Position.rotary, tied_head=False, mtp=1)
+    assert unsplit(model, parallel) is None  # each weight is used at one depth
+    assert unsplit(replace(model, tied_head=True), parallel) == unsplit(replace(model, mtp=2), parallel) == 3
+    plain, whole = orders(parallel, 8), orders(parallel, 8, 3)
+    of_last = [one for rank in whole for turn in rank for one in turn if one.stage == 3]
+    assert {one.kind for one in of_last} == {"F", "B"} and len(set(of_last)) == len(of_last) == 16
+    assert sum(COST[one.kind] for one in of_last) == 3 * 8
+    seconds = dict.fromkeys(range(4), 1.0)
+    assert simulate(plain, seconds) < simulate(whole, seconds) < 0.2
 
 
 @pytest.mark.parametrize("schedule", [schedule for schedule in Schedule if schedule.name != "1f1b"])

@@ -38,6 +38,7 @@ MODELS = {
     "v3": f"{LATENT} {EXPERTS} model.layers=4 model.latent.q_rank=18 model.tied_head=false model.vocab_multiple=128 "
     "model.mtp=2 model.mtp_weight=0.4",
     "dense, tied": f"{LATENT} model.layers=4 model.tied_head=true model.vocab_multiple=1 model.mtp=1",
+    "one further": f"{LATENT} model.layers=4 model.tied_head=false model.vocab_multiple=1 model.mtp=1",
     "alone": f"{LATENT} model.layers=4 model.tied_head=true model.vocab_multiple=128 model.qkv_bias=true",
 }
 OPTIMIZERS = {"sgd": "optimizer=sgd optimizer.beta1=0.9", "adamw": "optimizer=adamw optimizer.weight_decay=0.1"}
@@ -46,7 +47,6 @@ OPTIMIZERS = {"sgd": "optimizer=sgd optimizer.beta1=0.9", "adamw": "optimizer=ad
 LAYOUTS = [
     (2, "parallel=tp parallel.tp=2", True),
     (2, "parallel=pp parallel.pp=2 parallel.schedule=1f1b", True),
-    (2, "parallel=pp parallel.pp=2 parallel.schedule=zbv", False),
     (2, "parallel=fsdp2", False),
     (2, "parallel=ddp", False),
     (2, "parallel=fsdp2 parallel.cp=2 parallel.context=gather", True),
@@ -62,6 +62,14 @@ EXPERT_LAYOUTS = [
     (4, "parallel=fsdp2 parallel.tp=2 parallel.ep=4", False),
     (4, "parallel=fsdp2 parallel.pp=2 parallel.schedule=1f1b parallel.ep=2", False),
 ]
+# Where gradients are computed in two passes: of a stage that is `unsplit`, and of one that is not. zbv stands for all.
+SPLIT_LAYOUTS = [
+    (2, "parallel=pp parallel.schedule=zbv", True),
+    (2, "parallel=pp parallel.schedule=dualpipev", False),
+    (2, "parallel=pp parallel.schedule=interleaved_zero_bubble", False),
+    (4, "parallel=fsdp2 parallel.pp=2 parallel.schedule=zbv parallel.reshard_after_forward=false", False),
+    (4, "parallel=pp parallel.tp=2 parallel.pp=2 parallel.schedule=zbv", False),
+]
 
 
 def config_of(model: str, optimizer: str, layout: str = "parallel=single", ranks: int = 1) -> Config:
@@ -70,7 +78,7 @@ def config_of(model: str, optimizer: str, layout: str = "parallel=single", ranks
     config.batch_sequences = SEQUENCES
     world = World(ranks, ranks)
     resolve(config, world, chosen)
-    config.micro_batch = SEQUENCES // data_ranks(config) // 3
+    config.micro_batch = SEQUENCES // data_ranks(config) // (6 if "dualpipev" in layout else 3)
     problems = check(config, world)
     assert not problems, Refusal(problems)
     config.model.vocab_size = VOCABULARY
@@ -123,12 +131,13 @@ def run_layout(config: Config, folder: Path) -> Differences:
 
 def cases() -> list[Any]:
     found = []
-    for ranks, layout, quick in [*LAYOUTS, *EXPERT_LAYOUTS]:
+    for ranks, layout, quick in [*LAYOUTS, *EXPERT_LAYOUTS, *SPLIT_LAYOUTS]:
+        split = (ranks, layout, quick) in SPLIT_LAYOUTS
         for model in MODELS:
-            if ("parallel.ep" in layout and model != "v3") or ("zbv" in layout and model != "alone"):
-                continue  # experts alone; further tokens are refused
+            if ("parallel.ep" in layout and model != "v3") or (model == "one further" and not split):
+                continue
             marks: list[Any] = [] if quick and model == "v3" else [pytest.mark.slow]
-            if "zbv" in layout:
+            if "zbv" in layout or "dualpipev" in layout:
                 old = hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
                 marks.append(pytest.mark.skipif(old, reason="torch 2.11 cannot run it over gloo"))
             found.append(pytest.param(ranks, layout, model, id=f"{model}, {layout}", marks=marks))

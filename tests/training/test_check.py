@@ -677,14 +677,11 @@ def typed_problems(ranks: int, typed: dict[str, str]) -> list[Problem]:
     return check(config, world)
 
 
-def test_further_tokens_need_a_backward_pass_in_one() -> None:
-    model: dict[str, Any] = {"model__mtp": 1, "model__position": "rotary", "model__layers": 4}
+def test_further_tokens_go_with_every_schedule() -> None:
+    model: dict[str, Any] = {"model__mtp": 2, "model__position": "rotary", "model__layers": 4}
     for schedule in Schedule:
         values = model | {"parallel__schedule": schedule, "parallel__pp": 2, "micro_batch": 1}
-        found = problems(World(2, 2), "single", **values)
-        split = schedule.name in ("interleaved_zero_bubble", "zbv", "dualpipev")
-        assert list(found) == (["model.mtp"] if split else []), schedule
-        assert not split or found["model.mtp"].instead == "model.mtp=0, or parallel.schedule=1f1b"
+        assert not problems(World(2, 2), "single", **values), schedule
 
 
 def test_a_checkpoints_model_is_not_another_one_for_a_pipeline() -> None:
