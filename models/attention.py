@@ -2,9 +2,10 @@
 
 from torch import Tensor, nn
 
+from models.backends import OF_ANY_WIDTH
 from models.config import Attention as Kernel
 from models.config import ModelConfig, Position
-from models.kernels import KERNELS, OF_ANY_WIDTH, Scores, switch_to, widened
+from models.kernels import KERNELS, Scores, switch_to, widened
 from models.mix import Mix
 from models.norm import qk_norm
 from models.position import Rotation

@@ -9,6 +9,11 @@ NOWHERE: tuple[str, ...] = ()
 CPU, CUDA, BOTH = ("cpu",), ("cuda",), ("cpu", "cuda")
 
 
+# Take values that are narrower than keys; the others get zeros behind them (models.kernels.widened) and give as many
+# back.
+OF_ANY_WIDTH = (Attention.auto, Attention.sdpa, Attention.math, Attention.flex)
+
+
 @dataclass(frozen=True)
 class Backend:
     """Types of devices on which it trains, and on which it can do each thing. Grouped heads all can."""

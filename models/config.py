@@ -324,7 +324,8 @@ class ModelConfig:
     @property
     def turned_dim(self) -> int:
         """Numbers of a head that rotary positions turn."""
-        return int(self.head_size * self.rotary.share) if self.position is Position.rotary else 0
+        width = self.latent.rope_dim if self.latent.kv_rank > 0 else self.head_size
+        return int(width * self.rotary.share) if self.position is Position.rotary else 0
 
     @property
     def has_qkv_bias(self) -> bool:

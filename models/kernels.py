@@ -31,10 +31,6 @@ class Scores(NamedTuple):
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
 
-# Take values that are narrower than keys; the others get zeros behind them (`widened`) and give as many back.
-OF_ANY_WIDTH = (Attention.auto, Attention.sdpa, Attention.math, Attention.flex)
-
-
 END_TO_END = (Attention.flash2, Attention.flash3, Attention.flash4, Attention.varlen)
 
 

@@ -123,6 +123,20 @@ def part_flops(config: ModelConfig, name: str, layer: int, sequence_length: int)
     return _counted[key]
 
 
+def part_bytes(config: ModelConfig, name: str, layer: int, value_bytes: int, tp: int) -> float | None:
+    """What a user's part keeps for backward of one token on one of tp ranks, as its method kept_bytes says; None where
+    it is ours, or says nothing."""
+    tells: Any = getattr(built(config, name, layer), "kept_bytes", None)
+    return None if tells is None else float(tells(value_bytes, tp))
+
+
+def without_bytes(config: ModelConfig) -> list[str]:
+    """The user's parts that do not say what they keep, each with its class."""
+    return [
+        f"{name} {of[TARGET]}" for name, of in config.parts.items() if not hasattr(class_of(of[TARGET]), "kept_bytes")
+    ]
+
+
 def _count(part: nn.Module, config: ModelConfig, name: str, layer: int, sequence_length: int) -> tuple[float, float]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode

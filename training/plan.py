@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from models.config import ModelConfig
 from models.flops import active_parameters, embedding_parameters, flops_per_token, parameters, seen_flops_per_token
-from models.parts import TARGET, uncounted
+from models.parts import TARGET, uncounted, without_bytes
 from parallel.config import Dtype, ParallelConfig, Recompute, Scope, Strategy
 from parallel.planning.layout import master_bytes, values
 from parallel.planning.memory import Memory, held_shapes, memory, state_of
@@ -53,10 +53,10 @@ def memory_of(config: Config, dtype: Dtype, parallel: ParallelConfig | None = No
 
 
 def memory_of_ranks(config: Config, dtype: Dtype, parallel: ParallelConfig) -> list[Memory]:
-    """Of each rank along pp; none while vocabulary or batch are not known, and with parts whose activations have no
-    formula yet."""
+    """Of each rank along pp; none while vocabulary or batch are not known, and with parts of the user's that do
+    not say what they keep."""
     batch = batch_of(config, parallel)
-    if batch is None or config.model.vocab_size is None or _without_formula(config.model):
+    if batch is None or config.model.vocab_size is None or without_bytes(config.model):
         return []
     moments = 2 if config.optimizer.kind is OptimizerKind.adamw else int(config.optimizer.beta1 > 0)
     layout = (config.model, parallel, dtype, config.precision.reduce_dtype, batch, config.activations, moments)
@@ -105,28 +105,18 @@ def _cannot_again(config: Config) -> bool:
 
 def unplanned(config: Config) -> str:
     """What the plans of this config leave out; "" where nothing."""
-    parts = _without_formula(config.model)
-    if not parts:
-        return ""
-    what = "memory and traffic are" if _has_other_traffic(config.model, config.parallel) else "memory is"
-    told = f"{what} not planned for a model with {' and '.join(parts)} in this version"
-    if left := uncounted(config.model, config.sequence_length or config.model.context):
-        told += f"; MFU leaves out {', '.join(left)}, whose forward torch cannot count on the meta device"
-    return told
-
-
-def _without_formula(model: ModelConfig) -> list[str]:
-    """Parts of a model whose activations have no formula yet."""
-    parts = {"latent attention": model.latent.kv_rank > 0, "further tokens": model.mtp > 0}
-    own = [f"a part of its own ({name} {of[TARGET]})" for name, of in model.parts.items()]
-    return [part for part, there in parts.items() if there] + own
+    model, told = config.model, []
+    own = [f"{name} {of[TARGET]}" for name, of in model.parts.items()]
+    without = {"memory": without_bytes(model), "traffic": own if _has_other_traffic(model, config.parallel) else []}
+    told += [f"{what} is not planned with {' and '.join(parts)}" for what, parts in without.items() if parts]
+    if left := uncounted(model, config.sequence_length or model.context):
+        told.append(f"MFU leaves out {', '.join(left)}, whose forward torch cannot count on the meta device")
+    return "; ".join(told)
 
 
 def _has_other_traffic(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether ranks send what no formula counts yet."""
-    latent = model.latent.kv_rank > 0 and parallel.tp * parallel.cp > 1
-    own = bool(model.parts) and (parallel.tp > 1 or ("attention" in model.parts and parallel.cp > 1))
-    return latent or own or model.mtp > 0
+    """Whether ranks send what no formula counts: what a user's parts do."""
+    return bool(model.parts) and (parallel.tp > 1 or ("attention" in model.parts and parallel.cp > 1))
 
 
 def gib(used: float, of: float) -> str:

@@ -6,8 +6,10 @@ to each dtype. All are bytes for one token on one of `tp` ranks. parallel: the l
 
 from itertools import pairwise
 
-from models.config import Balance, ModelConfig, Norm, NormPlace, Position, QKNorm
-from parallel.config import ActivationsConfig, Context, Dtype, ParallelConfig, Recompute, experts_apart
+from models.config import Balance, ModelConfig, Norm, NormPlace
+from models.parts import PARTS, part_bytes
+from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, experts_apart
+from parallel.planning.attention import attended, attention_bytes, projected, result_bytes
 from parallel.planning.layout import BYTES, INDEX_BYTES, cut_parts
 from parallel.planning.stages import Order, Stage
 from parallel.recomputation import NOT_KEPT, keeps_nothing, recomputed_layers, segment_borders, settled
@@ -20,65 +22,10 @@ def stream_bytes(model: ModelConfig, compute: Dtype, tp: int = 1) -> float:
     return model.dim * BYTES[compute] / tp
 
 
-def _attention_bytes(model: ModelConfig, compute: Dtype, tp: int) -> float:
-    """Attention's output and, of a fused kernel, its log-sum-exp."""
-    log_sums = model.heads * max(4, BYTES[compute]) if model.attention_softcap is None else 0
-    return (model.query_dim * BYTES[compute] + log_sums) / tp
-
-
-def _projected(model: ModelConfig) -> int:
-    """Width of queries, keys and values."""
-    return model.query_dim + 2 * model.key_value_dim
-
-
-def _heads_bytes(model: ModelConfig, compute: Dtype) -> float:
-    """Queries, keys and values, as they are projected and as attention takes them.
-
-    Each projection that something needs: values, and queries and keys unless they are only turned. A matrix for all
-    three is kept whole, with the queries copied out of its groups. A norm over all heads computes on a copy in float32
-    or wider and, with a weight, keeps what it multiplies. Bent scores need keys and values of every head."""
-    width, wide, queries, keys = BYTES[compute], max(4, BYTES[compute]), model.query_dim, model.key_value_dim
-    both, rotary, bent = queries + keys, model.position is Position.rotary, model.attention_softcap is not None
-    of_all, normed = model.qk_norm is QKNorm.all, model.qk_norm is not QKNorm.none
-    copied = of_all and (model.fused_qkv or width < wide)
-    needed = 0 if copied or (rotary and not normed) else both
-    kept: float = needed + (0 if bent else keys)
-    if model.fused_qkv and kept > 0:
-        kept = _projected(model) + (queries if needed and model.key_value_heads < model.heads else 0)
-    taken = both if rotary or normed else 0
-    if bent:
-        taken = (queries if rotary or normed else 0) + 2 * queries
-    kept = (kept + taken) * width
-    if of_all:
-        kept += (both if copied else 0) * wide + (both * width if model.norm_weight else 0) + 2 * wide
-    elif normed:
-        kept += (model.heads + model.key_value_heads) * wide  # a root of a mean square each
-    return kept
-
-
 def _norms_bytes(model: ModelConfig, compute: Dtype) -> float:
     """The inputs of a block's norms with mean and deviation, or the root of the mean square."""
     width, number = BYTES[compute], 4 if model.norm_place is NormPlace.both else 2
     return number * (model.dim * width + (2 * width if model.norm is Norm.layernorm else max(4, width)))
-
-
-def _square_bytes(model: ModelConfig, compute: Dtype, length: int) -> float:
-    """What attention keeps of each token's scores with so many others, where no fused kernel does without: the mask of
-    a window, and bent scores twice in float32 or wider with what they are rounded to. Masks are those of one sequence,
-    which those of a micro-batch share."""
-    width, wide = BYTES[compute], max(4, BYTES[compute])
-    if model.attention_softcap is not None:
-        return length * (model.heads * (2 * wide + (width if width < wide else 0)) + 1)
-    return length * width if model.window is not None and model.window < length else 0
-
-
-def context_bytes(model: ModelConfig, parallel: ParallelConfig, compute: Dtype) -> float:
-    """What attention over ranks that share sequences keeps beside what it keeps on one: keys and values of the other
-    ranks, and its output twice, for its own backward pass and for the projection."""
-    if parallel.cp == 1 or parallel.context is Context.ring:
-        return 0.0
-    others = 2 * model.key_value_dim * (parallel.cp - 1) if parallel.context is Context.gather else 0
-    return (others + model.query_dim) * BYTES[compute] / parallel.tp
 
 
 def block_bytes(
@@ -92,16 +39,17 @@ def block_bytes(
     With dim h, as many heads of keys and feed-forward of 4h these are 16h values, 32h bytes in bf16: Korthikanti's 34h
     without two masks of dropout."""
     dim, width, tp = model.dim, BYTES[compute], parallel.tp
-    shared = _norms_bytes(model, compute) + _heads_bytes(model, compute) + _square_bytes(model, compute, length)
+    shared = _norms_bytes(model, compute)
     shared += dim * width if model.x0 or model.skips else 0  # what is mixed, beside the mix
     shared += 2 * dim if model.dropout > 0 else 0  # masks, a byte each
-    turns = 2 * (model.turned_dim // 2) * max(4, width)  # cosines and sines, on each rank
-    kept = shared / tp + turns + _attention_bytes(model, compute, tp) + dim * width
+    attention, feedforward = (part_bytes(model, name, layer, width, tp) for name in PARTS)
+    if attention is None:
+        attention = attention_bytes(model, compute, parallel, length)
     if model.routed(layer):
-        kept += _experts_bytes(model, compute, parallel)
-    else:
-        kept += _widened(model) * model.feedforward_dim * width / tp + dim * width
-    return kept + context_bytes(model, parallel, compute)
+        feedforward = _experts_bytes(model, compute, parallel)
+    elif feedforward is None:
+        feedforward = _widened(model) * model.feedforward_dim * width / tp + dim * width
+    return shared / tp + attention + feedforward
 
 
 def _widened(model: ModelConfig) -> int:
@@ -150,20 +98,51 @@ def recomputed_block_bytes(
     if keeps_nothing(activations, model, parallel, layer):
         return kept
     bent = model.attention_softcap is not None
-    kept += _attention_bytes(model, compute, tp) if model.attention not in NOT_KEPT and not bent else 0
+    kept += result_bytes(model, compute, parallel) if model.attention not in NOT_KEPT and not bent else 0
     kept += cut_parts(model, layer) * dim * width / tp if tp > 1 else 0
     if settled(activations, model) is Recompute.selective:
-        kept += _projected(model) * width / tp + dim * width
-        kept += (model.query_dim + model.heads * length) * width / tp if bent else 0  # attention is two products
+        kept += _attention_products(model, compute, layer, tp, length)
         kept += _feedforward_products(model, compute, layer, tp)
         kept += _handed_on(model, compute, parallel) if experts_apart(model, parallel) and model.routed(layer) else 0
     return kept
+
+
+def left_bytes(
+    model: ModelConfig,
+    activations: ActivationsConfig,
+    compute: Dtype,
+    layer: int,
+    parallel: ParallelConfig = ALONE,
+    length: int = 0,
+) -> float:
+    """What a block keeps that is computed again by itself or not at all, or of which torch chooses what is kept."""
+    if layer in recomputed_layers(activations, model):
+        return recomputed_block_bytes(model, activations, compute, layer, parallel, length)
+    whole = block_bytes(model, compute, layer, parallel, length)
+    if settled(activations, model) is not Recompute.budget:
+        return whole
+    stream = stream_bytes(model, compute, parallel.tp)
+    return stream + activations.budget * (whole - stream)
+
+
+def _attention_products(model: ModelConfig, compute: Dtype, layer: int, tp: int, length: int) -> float:
+    """What the matrix products of attention give, which with bent scores is two itself. A user's part is counted as if
+    nothing of it were computed again."""
+    own = part_bytes(model, "attention", layer, BYTES[compute], tp)
+    if own is not None:
+        return own
+    products = projected(model)
+    products += attended(model) + model.heads * length if model.attention_softcap is not None else 0
+    return products * BYTES[compute] / tp + model.dim * BYTES[compute]
 
 
 def _feedforward_products(model: ModelConfig, compute: Dtype, layer: int, tp: int) -> float:
     """What the matrix products of a feed-forward layer, or of router and experts, give."""
     moe, width, widening = model.moe, BYTES[compute], 1 + model.gated
     if not model.routed(layer):
+        own = part_bytes(model, "feedforward", layer, width, tp)
+        if own is not None:
+            return own
         return widening * model.feedforward_dim * width / tp + model.dim * width
     rows = (moe.shared + moe.top_k) * widening * model.expert_dim + moe.top_k * model.dim
     return (moe.experts * max(4, width) + rows * width) / tp + (model.dim * width if moe.shared else 0)
@@ -195,9 +174,12 @@ def running_bytes(
     length: int = 0,
 ) -> float:
     """Of a micro-batch whose backward pass runs: what all blocks keep with the head's, or with what is computed again
-    at once, if that is more."""
+    at once, if that is more. What further tokens need is gone before a block of the stage is computed again."""
     kept, again = kept_bytes(model, activations, compute, parallel, stage.layers, length)
-    return kept + max(head_bytes(model, compute, parallel.tp) if stage.last else 0.0, again)
+    if not stage.last:
+        return kept + again
+    further, again_further = further_bytes(model, activations, compute, parallel, length)
+    return kept + max(further + max(head_bytes(model, compute, parallel.tp), again_further), again)
 
 
 def waiting_bytes(
@@ -211,8 +193,29 @@ def waiting_bytes(
     """Of a micro-batch that has gone through a stage and waits for its backward pass, with what it handed on."""
     kept, _ = kept_bytes(model, activations, compute, parallel, stage.layers, length)
     if stage.last:
-        return kept + head_bytes(model, compute, parallel.tp, waits=True)
+        further, _ = further_bytes(model, activations, compute, parallel, length)
+        return kept + further + head_bytes(model, compute, parallel.tp, waits=True)
     return kept + model.stream_tensors(stage.layers.stop) * stream_bytes(model, compute, parallel.tp)
+
+
+def further_bytes(
+    model: ModelConfig,
+    activations: ActivationsConfig,
+    compute: Dtype,
+    parallel: ParallelConfig = ALONE,
+    length: int = 0,
+) -> tuple[float, float]:
+    """What all that predicts further tokens keeps until its backward pass, each with the head's part, and the most that
+    comes on top when a block of it is computed again.
+
+    Of each its tokens and labels; the vectors of the tokens, and the roots of both norms; the normalized, one behind
+    the other. What the norms behind take and give is the head's."""
+    dim, width, tp, blocks = model.dim, BYTES[compute], parallel.tp, model.all_blocks[model.layers :]
+    numbers = 2 * (2 * width if model.norm is Norm.layernorm else max(4, width))
+    joined = 2 * INDEX_BYTES + (3 * dim * width + numbers) / tp
+    part = {layer: left_bytes(model, activations, compute, layer, parallel, length) for layer in blocks}
+    again = max((block_bytes(model, compute, layer, parallel, length) - part[layer] for layer in blocks), default=0.0)
+    return sum(part.values()) + len(blocks) * (joined + head_bytes(model, compute, tp, waits=True)), max(again, 0.0)
 
 
 def peak_bytes(order: Order, waiting: dict[int, float], running: dict[int, float]) -> float:
@@ -252,11 +255,7 @@ def kept_bytes(
         # the one that runs, and its neighbour on the way
         kept, again = max(sum(whole[layer] for layer in layers[place : place + 2]) for place in range(len(layers))), 0.0
     else:
-        part = dict(whole)
-        if mode is Recompute.budget:
-            part = {layer: stream + activations.budget * (of_block - stream) for layer, of_block in whole.items()}
-        for layer in set(recomputed_layers(activations, model)) & set(layers):
-            part[layer] = recomputed_block_bytes(model, activations, compute, layer, parallel, length)
+        part = {layer: left_bytes(model, activations, compute, layer, parallel, length) for layer in layers}
         kept, again = sum(part.values()), max(whole[layer] - part[layer] for layer in layers)
     tables = sum(model.value_table(layer) is not None for layer in layers)
     vectors = tables * 2 * model.key_value_dim * BYTES[compute] / tp  # and what they are mixed with

@@ -37,6 +37,15 @@ def cut_parts(model: ModelConfig, layer: int) -> int:
     return 1 if model.routed(layer) and model.moe.shared == 0 else 2
 
 
+def gathered(model: ModelConfig, layer: int) -> list[int]:
+    """Widths that a block gathers over tp: of the stream for each of its cut parts; but latent attention gathers narrow
+    vectors, and the stream only where queries are made of it."""
+    latent, stream = model.latent, [model.dim] * cut_parts(model, layer)
+    if latent.kv_rank == 0:
+        return stream
+    return [model.dim if latent.q_rank is None else latent.q_rank, latent.kv_rank, latent.rope_dim, *stream[1:]]
+
+
 def part(length: int, ranks: int, rank: int) -> int:
     """Of `length` rows those of one rank, as torch.chunk and DTensor cut: ceil(length / ranks) each while there are
     any."""

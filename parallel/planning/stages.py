@@ -71,6 +71,11 @@ def held_stages(model: ModelConfig, parallel: ParallelConfig, rank: int) -> list
     return [stage for stage in stages(model, parallel) if stage.rank == rank]
 
 
+def blocks_of(model: ModelConfig, stage: Stage) -> range:
+    """Its layers, and on the last stage the blocks that predict further tokens."""
+    return range(stage.layers.start, stage.layers.stop + (model.mtp if stage.last else 0))
+
+
 def unsplit(model: ModelConfig, parallel: ParallelConfig) -> int | None:
     """The stage whose backward pass stays in one part whatever the schedule: the last, where a weight is used once more
     behind a block that its first use leads to (the embedding by the second of two further tokens; a head that is the

@@ -31,6 +31,7 @@ from parallel.planning.layout import (
     as_sharded,
     cut_parts,
     experts_here,
+    gathered,
     master_bytes,
     padded_shard,
     reshards_to,
@@ -45,6 +46,7 @@ from parallel.planning.stages import (
     Order,
     Stage,
     as_scheduled,
+    blocks_of,
     extrapolated,
     held_stages,
     order_of,
@@ -144,6 +146,7 @@ def traffic(
         found += _tensor(model, held, together, parallel, compute, batch, activations, shard_rank)
     if parallel.cp > 1:
         found += _context(model, held, parallel, compute, batch, activations)
+        found += _further(model, held, parallel, batch)
     found += _whole_sequences(model, held, parallel, batch, activations)
     if parallel.pp > 1:
         found += _stream(model, held, parallel, compute, batch)
@@ -393,7 +396,11 @@ def _whole_sequences(
 
 
 def _routed(model: ModelConfig, held: list[Stage]) -> list[int]:
-    return [layer for stage in held for layer in stage.layers if model.routed(layer)]
+    return [layer for layer in _blocks(model, held) if model.routed(layer)]
+
+
+def _blocks(model: ModelConfig, held: list[Stage]) -> list[int]:
+    return [block for stage in held for block in blocks_of(model, stage)]
 
 
 def _sharded_alike(names: Iterable[str]) -> Iterator[str]:
@@ -405,7 +412,7 @@ def _made_again(model: ModelConfig, held: list[Stage], activations: ActivationsC
     """The blocks that backward computes again, one by one or in segments."""
     segments = settled(activations, model) is Recompute.segments
     again = range(model.layers) if segments else recomputed_layers(activations, model)
-    return [layer for stage in held for layer in stage.layers if layer in again]
+    return [layer for layer in _blocks(model, held) if layer in again]
 
 
 def _whole_again(
@@ -419,17 +426,17 @@ def _whole_again(
 
 def _again(
     model: ModelConfig, held: list[Stage], parallel: ParallelConfig, activations: ActivationsConfig
-) -> tuple[int, int]:
-    """Gathers and scatters of the stream that backward makes again. A block that is computed again gathers for each of
+) -> tuple[list[int], list[int]]:
+    """Widths of what backward gathers and scatters again over tp. A block that is computed again gathers for each of
     its parts; what was scattered is kept. Where nothing is kept it scatters again, but for a feed-forward layer at the
     end of a block or segment, whose result no gradient needs unless it is normalized."""
-    gathers = sum(cut_parts(model, layer) for layer in _made_again(model, held, activations))
+    gathers = [width for layer in _made_again(model, held, activations) for width in gathered(model, layer)]
     ends = whole = _whole_again(model, held, parallel, activations)
     if settled(activations, model) is Recompute.segments:
         borders = [(stage, segment_borders(activations, len(stage.layers))[1:]) for stage in held]
         ends = [stage.layers[end - 1] for stage, of_stage in borders for end in of_stage]
     unneeded = sum(cut_parts(model, layer) == 2 for layer in ends) if model.norm_place is NormPlace.before else 0
-    return gathers, sum(cut_parts(model, layer) for layer in whole) - unneeded
+    return gathers, [model.dim] * (sum(cut_parts(model, layer) for layer in whole) - unneeded)
 
 
 def _tensor(
@@ -444,29 +451,31 @@ def _tensor(
 ) -> Iterator[Traffic]:
     """Tensor parallelism with the stream between parts cut along the sequence (Korthikanti et al. 2022, 4.2.2).
 
-    Attention and the feed-forward layer (with experts the shared ones) each gather the stream and scatter what they add
-    to it, the embedding scatters and the head gathers; in backward a gather is a reduce-scatter and the other way
-    round. The loss needs the largest score of each token, then the sum of exponentials and the label's score. Norms
-    over all heads sum a number a token of queries and one of keys, and the same in backward. The gradients of
-    parameters that are whole on each rank are summed together, once a step (parallel.gradients.sum_alike)."""
+    Attention and the feed-forward layer (with experts the shared ones) each gather the stream, latent attention narrow
+    vectors (layout.gathered), and scatter what they add to it; the embedding scatters and the head gathers, both once
+    more for each further token; in backward a gather is a reduce-scatter and the other way round. The loss needs the
+    largest score of each token, then the sum of exponentials and the label's score. Norms over all heads sum a number a
+    token of queries and one of keys, and the same in backward. The gradients of parameters that are whole on each rank
+    are summed together, once a step (parallel.gradients.sum_alike)."""
     ranks, tokens = parallel.tp, batch.micro_batch * batch.sequence_length
-    stream = tokens * model.dim * BYTES[compute]
-    parts = sum(cut_parts(model, layer) for stage in held for layer in stage.layers)
-    each = 2 * parts + sum(stage.first + stage.last for stage in held)
+    blocks, heads = _blocks(model, held), sum((1 + model.mtp) * stage.last for stage in held)
+    scattered = sum(cut_parts(model, block) for block in blocks)
+    ends = sum(stage.first + (1 + 2 * model.mtp) * stage.last for stage in held)
+    each = [width for block in blocks for width in gathered(model, block)] + [model.dim] * (scattered + ends)
     collectives = (Collective.all_gather, Collective.reduce_scatter)
     for collective, again in zip(collectives, _again(model, held, parallel, activations), strict=True):
-        number = (each + again) * batch.accumulation
-        yield Traffic("tp", ranks, collective, "activations", ALL, number, number * stream)
-    if any(stage.last for stage in held):
-        number, size = 2 * batch.accumulation, 3 * tokens * batch.accumulation * max(4, BYTES[compute])
+        number = len(each + again) * batch.accumulation
+        size = sum(each + again) * tokens * BYTES[compute] * batch.accumulation
+        yield Traffic("tp", ranks, collective, "activations", ALL, number, size)
+    if heads > 0:
+        number, size = 2 * heads * batch.accumulation, 3 * heads * tokens * batch.accumulation * max(4, BYTES[compute])
         yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, size)
     whole = {name: shapes[name] for name in _sharded_alike(shapes) if tensor_cut(name, model) is None}
     if whole:
         size = values(shard_shapes(whole, parallel.shards, shard_rank)) * master_bytes(compute)
         yield Traffic("tp", ranks, Collective.all_reduce, "gradients", ALIKE, 1, size)
     if model.qk_norm is QKNorm.all:
-        layers = sum(len(stage.layers) for stage in held)
-        number = 2 * (2 * layers + len(_made_again(model, held, activations))) * batch.accumulation
+        number = 2 * (2 * len(blocks) + len(_made_again(model, held, activations))) * batch.accumulation
         size = number * tokens * max(4, BYTES[compute])
         yield Traffic("tp", ranks, Collective.all_reduce, "squares of queries, keys", BLOCKS, number, size)
 
@@ -481,11 +490,12 @@ def _context(
 ) -> Iterator[Traffic]:
     """What attention moves between ranks that share sequences, of each block and micro-batch.
 
-    gather: keys and values, and in backward their gradients scattered. ulysses: queries, keys and values to ranks of
+    gather: keys and values, and in backward their gradients scattered; the others fill values up to the width of keys.
+    ulysses: queries, keys and values to ranks of
     heads, and the result back; the same in backward. ring: keys and values to every other rank; in backward again, and
     beside them their gradients, in float32 or wider, one hop further. A block that is computed again does forward's
     part again; the ring's result is kept, unless nothing is."""
-    ranks, layers = parallel.cp, [layer for stage in held for layer in stage.layers]
+    ranks, layers = parallel.cp, _blocks(model, held)
     ring = parallel.context is Context.ring
     again = len(_whole_again(model, held, parallel, activations) if ring else _made_again(model, held, activations))
     forward, backward = (len(layers) + again) * batch.accumulation, len(layers) * batch.accumulation
@@ -497,7 +507,8 @@ def _context(
         return Traffic("cp", ranks, collective, what, ALL, number, size)
 
     if parallel.context is Context.gather:
-        whole = ranks * pairs * width
+        own = model.key_value_heads * (model.head_size + model.value_size) // parallel.tp
+        whole = ranks * tokens * own * width
         yield entry(Collective.all_gather, "keys, values", forward, forward * whole)
         yield entry(Collective.reduce_scatter, "their gradients", backward, backward * whole)
     elif parallel.context is Context.ulysses:
@@ -509,6 +520,15 @@ def _context(
             Collective.send, "keys, values", (forward + backward) * hops, (forward + backward) * hops * pairs * width
         )
         yield entry(Collective.send, "their gradients", backward * ranks, backward * ranks * pairs * wide)
+
+
+def _further(model: ModelConfig, held: list[Stage], parallel: ParallelConfig, batch: Batch) -> Iterator[Traffic]:
+    """What predicts further tokens gathers tokens and labels of whole sequences, once a micro-batch
+    (parallel.context.CutSequences)."""
+    if model.mtp > 0 and any(stage.last for stage in held):
+        number = 2 * batch.accumulation
+        size = number * parallel.cp * batch.micro_batch * batch.sequence_length * INDEX_BYTES
+        yield Traffic("cp", parallel.cp, Collective.all_gather, "tokens, labels", "further tokens", number, size)
 
 
 def _stream(

@@ -14,7 +14,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.config import Balance, FeedForward, ModelConfig, MoE, Norm, NormPlace, Position, QKNorm, Score
+from models.config import (
+    Attention,
+    Balance,
+    FeedForward,
+    Latent,
+    ModelConfig,
+    MoE,
+    Norm,
+    NormPlace,
+    Position,
+    QKNorm,
+    Score,
+)
 from models.decoder import Decoder
 from models.shapes import block_shapes, in_router
 from parallel.activations import keep_activations
@@ -47,7 +59,15 @@ EXPERTS = [
     Case(layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=2"), 1, Training("qwen3 moe", "adamw", "fp32")),
     Case(layout(4, "parallel=fsdp2 parallel.pp=2 parallel.ep=2"), 3, Training("experts for pp", "adamw", "fp32")),
 ]
-CASES = [*[Case(of, 1, MODELS["tp" in str(of)]) for of in LAYOUTS], *PIPELINES, *EXPERTS]
+DEEPSEEK = [
+    Case(layout(4, f"parallel={spread}"), 3, Training(f"deepseek {model}", "sgd", "fp32"))
+    for spread, model in [
+        ("fsdp2 parallel.tp=2 parallel.ep=2", "v3"),
+        ("fsdp2 parallel.pp=2", "one further"),
+        ("pp parallel.pp=2 parallel.tp=2", "dense, tied"),
+    ]
+]
+CASES = [*[Case(of, 1, MODELS["tp" in str(of)]) for of in LAYOUTS], *PIPELINES, *EXPERTS, *DEEPSEEK]
 
 # Bytes of parameters, gradients, moments; place along dp_shard, tp, expert_shard and pp.
 Held = tuple[int, int, int, tuple[int, int, int, int]]
@@ -219,6 +239,8 @@ MODERN: dict[str, Any] = {
     "ffn": FeedForward.swiglu,
     "kv_heads": 2,
 }
+LATENT = MODERN | {"kv_heads": None, "latent": Latent(kv_rank=14, q_rank=18, nope_dim=8, rope_dim=4, value_dim=12)}
+NARROW_VALUES = {"latent": Latent(kv_rank=14, nope_dim=8, rope_dim=4, value_dim=5)}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": MODERN,
     "three matrices": MODERN | {"fused_qkv": False, "head_dim": 8},
@@ -232,6 +254,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "speedrun": MODERN
     | {"ffn": FeedForward.relu2, "norm_weight": False, "qk_norm": QKNorm.head, "kv_heads": 4, "window": 6},
     "layer norms": {"norm_place": NormPlace.both},
+    "latent": LATENT,  # values as wide as keys: the fused kernel of a CPU takes no others
+    "latent, values filled up": LATENT | NARROW_VALUES | {"attention": Attention.flash},
+    "latent, bent": LATENT | NARROW_VALUES | {"attention_softcap": 2.0},
 }
 
 
@@ -254,6 +279,44 @@ def test_blocks_of_families_keep_what_the_formula_says(
         after = model.walk(tuple(model.blocks.values()), (x,), [None] * 3, positions=None, documents=None)
     found = x.nbytes + alive.bytes_without([x, *model.parameters(), *after])
     assert found == length * kept_bytes(config, activations, dtype, length=length)[0]
+
+
+class Bilinear(torch.nn.Module):
+    """A part of a user's own that says what it keeps."""
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.left, self.right = (torch.nn.Linear(config.dim, 80, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(80, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Tensor = self.down(self.left(x) * self.right(x))
+        return given
+
+    def kept_bytes(self, value_bytes: int, tp: int) -> float:
+        return (self.left.in_features + 3 * self.left.out_features / tp) * value_bytes
+
+
+@pytest.mark.torch211
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+@pytest.mark.parametrize("mode", [Recompute.none, Recompute.full], ids=lambda mode: mode.name)
+def test_a_part_of_ones_own_keeps_what_it_says(mode: Recompute, dtype: Dtype) -> None:
+    length = 16
+    parts = {"feedforward": {"_target_": f"{__name__}.Bilinear"}}
+    config = ModelConfig(layers=3, dim=48, heads=4, vocab_size=1, parts=parts)
+    model = Decoder(config).to(compute_dtype(dtype))
+    activations = ActivationsConfig(mode=mode)
+    keep_activations(model, activations, CPU, apart=False)
+    x = torch.randn(1, length, config.dim, dtype=compute_dtype(dtype), requires_grad=True)
+    with Alive() as alive:
+        after = model.walk(tuple(model.blocks.values()), (x,), [None] * 3, positions=None, documents=None)
+    found = x.nbytes + alive.bytes_without([x, *model.parameters(), *after])
+    kept, again = kept_bytes(config, activations, dtype)
+    assert found == length * kept
+    given = (48 + 3 * 80) * x.element_size()
+    ours = kept_bytes(replace(config, parts={}, ffn_dim=1), ActivationsConfig(mode=Recompute.none), dtype)[0] / 3
+    assert (kept / 3 if mode is Recompute.none else kept / 3 + again) == ours - (48 + 2) * x.element_size() + given
+    assert kept_bytes(config, activations, dtype, ParallelConfig(tp=2))[0] < kept
 
 
 def activations(mode: Recompute, **keys: Any) -> float:
@@ -296,6 +359,26 @@ def test_a_stage_keeps_of_a_waiting_micro_batch_what_the_formula_says(last: bool
     found = x.nbytes + alive.bytes_without(model.parameters())
     planned = batch * length * waiting_bytes(config, stage, ActivationsConfig(mode=Recompute.none), dtype)
     assert handed_on is not None and found == pytest.approx(planned, rel=0.01)
+
+
+@pytest.mark.torch211
+@pytest.mark.parametrize("mode", [Recompute.none, Recompute.full], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+def test_further_tokens_keep_what_the_formula_says(dtype: Dtype, number: int, mode: Recompute) -> None:
+    """But for the numbers a token of the last norms, and what is whole of the loss."""
+    length = 64
+    config = ModelConfig(layers=3, dim=96, heads=4, vocab_size=128, position=Position.rotary, mtp=number)
+    stage, activations = Stage(1, range(2, 3), False, True, 1), ActivationsConfig(mode=mode)
+    model = Decoder(config, stage.layers, (False, True), shares=False).to(compute_dtype(dtype))
+    keep_activations(model, activations, CPU, apart=False)
+    x = torch.randn(1, length, config.dim, dtype=compute_dtype(dtype), requires_grad=True)
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    with Alive() as alive:
+        loss = model(x, tokens=tokens, labels=tokens)
+    found = x.nbytes + alive.bytes_without(model.parameters())
+    assert isinstance(loss, Tensor)
+    assert found == pytest.approx(length * waiting_bytes(config, stage, activations, dtype), rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,22 @@ FAMILIES = [
     (layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=4 activations=full"), "qwen3 moe"),
 ]
 
+# Narrow vectors over tp, keys and values of other widths over cp; embedding, head and blocks of further tokens.
+DEEPSEEK = [
+    (layout(2, "parallel=tp"), "v3"),
+    (layout(2, "parallel=tp activations=full"), "alone"),
+    (layout(2, "parallel=tp activations=segments"), "one further"),
+    (layout(2, "parallel=tp activations=selective"), "v3"),
+    (layout(2, "parallel=ddp parallel.bucket_cap_mb=0.03"), "dense, tied"),
+    (layout(2, "parallel=fsdp2 activations=full"), "one further"),
+    (layout(4, "parallel=fsdp2_tp"), "dense, tied"),
+    (layout(4, "parallel=fsdp2 parallel.tp=2 parallel.ep=4 activations=full"), "v3"),
+    (layout(4, "parallel=fsdp2 parallel.cp=2 parallel.context=gather"), "v3"),
+    (layout(4, "parallel=fsdp2 parallel.cp=2 parallel.context=ring activations=full"), "dense, tied"),
+    (layout(4, "parallel=fsdp2 parallel.cp=2 parallel.context=ulysses"), "one further"),
+    (layout(4, "parallel=tp parallel.tp=2 parallel.cp=2 activations=full"), "v3"),
+]
+
 # Schedules with one stage a rank, two and four, one way and there and back; each way of data parallelism in between.
 LOOPS = "parallel.schedule=interleaved_1f1b"
 PIPELINES = [
@@ -150,6 +166,7 @@ CASES = [
     *[Case(of, n, Training("experts", "sgd", "bf16")) for of in LOW for n in (1, 3)],
     *[Case(of, 3, Training("three matrices", "sgd", "bf16")) for of in LOW_TENSOR],
     *[Case(of, 3, Training(family, "sgd", "fp32")) for of, family in FAMILIES],
+    *[Case(of, 3, Training(f"deepseek {model}", "sgd", "fp32")) for of, model in DEEPSEEK],
     Case(layout(2, "parallel=tp"), 3, Training("olmo", "sgd", "bf16")),
     *[Case(of, 3, Training("experts for ep", "sgd", "fp32")) for of in APART],
     *[Case(of, 1, Training("experts for ep by the step before", "sgd", "bf16")) for of in APART[:7]],
@@ -160,6 +177,9 @@ PIPELINE_CASES = [
     Case(layout(2, "parallel=pp"), 3, Training("speedrun", "sgd", "fp32")),
     Case(layout(4, "parallel=pp parallel.pp=2 parallel.tp=2 activations=full"), 3, Training("olmo", "sgd", "fp32")),
     Case(layout(4, "parallel=fsdp2 parallel.pp=2"), 3, Training("experts for pp", "sgd", "fp32")),
+    Case(layout(4, "parallel=fsdp2 parallel.pp=2"), 3, Training("deepseek v3", "sgd", "fp32")),
+    Case(layout(4, "parallel=pp parallel.pp=2 parallel.tp=2"), 3, Training("deepseek one further", "sgd", "fp32")),
+    Case(layout(4, "parallel=pp parallel.pp=2 parallel.cp=2"), 3, Training("deepseek dense, tied", "sgd", "fp32")),
     *[Case(of, number, Training("experts for pp", "sgd", "fp32")) for of, number in APART_PIPELINES],
 ]
 
@@ -168,7 +188,7 @@ def configured(case: Case) -> Config:
     config = config_of(case)
     if case.layout in LOW and case.training.precision == "bf16":
         config.precision.reduce_dtype = Dtype.bf16
-    if case.training.model.startswith("experts for") or case.training.model == "qwen3 moe":
+    if case.training.model.startswith("experts for") or case.training.model in ("qwen3 moe", "deepseek v3"):
         config.model.moe.forced_balance = True  # the formulas are for even loads
     if case.training.model == "experts for ep":
         config.model.moe.capacity_factor = 1.5  # routers see whole sequences for this, and for their loss

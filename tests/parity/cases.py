@@ -10,7 +10,7 @@ import torch
 from models.config import ModelConfig, Position
 from tests.oracle import Batch, Recipe
 from tests.oracle_model import Experts, Rotary, Shape
-from tests.parity.families import FAMILIES
+from tests.parity.families import DEEPSEEK, FAMILIES
 from tests.parity.layouts import Layout
 from training.check import check
 from training.compose import compose
@@ -62,6 +62,7 @@ MODELS = {
     "model.moe.balance=sequence model.moe.bias_rate=0.5",
     "untied for pp": f"{TP_SIZES} model.layers=9 model.tied_head=false model.vocab_multiple=128",
     **FAMILIES,
+    **{f"deepseek {name}": model for name, model in DEEPSEEK.items()},
 }
 MUP = "model.parametrization=mup model.mup_base_dim=16 model.mup_base_head_dim=2"
 MODELS |= {

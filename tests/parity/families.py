@@ -24,3 +24,19 @@ FAMILIES = {
     "model.init_std=0.05 model.init_embedding_std=0.3 model.x0=true model.skips=true model.value_embeddings=1 "
     "model.window=7 model.logit_softcap=3.0 model.norm_eps=0.1",
 }
+
+# Latent attention, groups of experts and further tokens.
+LATENT = """model.dim=40 model.heads=8 model.context=24 model.position=rotary model.norm=rmsnorm model.bias=false
+    model.fused_qkv=false model.ffn=swiglu model.ffn_dim=34 model.latent.kv_rank=14 model.latent.nope_dim=6
+    model.latent.rope_dim=4 model.latent.value_dim=5 model.rotary.scaling=yarn model.rotary.factor=2
+    model.rotary.original_context=12 model.rotary.magnitude=1.0 model.attention_scale=0.4"""
+EXPERTS = """model.moe.experts=8 model.moe.top_k=3 model.moe.groups=4 model.moe.top_groups=2 model.moe.dim=22
+    model.moe.shared=1 model.moe.dense_layers=1 model.moe.score=sigmoid model.moe.scale=2.5 model.moe.bias_rate=0.02
+    model.moe.balance=sequence model.moe.balance_weight=0.03"""
+DEEPSEEK = {
+    "v3": f"{LATENT} {EXPERTS} model.layers=4 model.latent.q_rank=18 model.tied_head=false model.vocab_multiple=128 "
+    "model.mtp=2 model.mtp_weight=0.4",
+    "dense, tied": f"{LATENT} model.layers=4 model.tied_head=true model.vocab_multiple=1 model.mtp=1",
+    "one further": f"{LATENT} model.layers=4 model.tied_head=false model.vocab_multiple=1 model.mtp=1",
+    "alone": f"{LATENT} model.layers=4 model.tied_head=true model.vocab_multiple=128 model.qkv_bias=true",
+}

@@ -16,6 +16,7 @@ from parallel.mesh import start_process_group
 from tests.oracle import Trajectory
 from tests.parity.cases import LENGTH, SEQUENCES, VOCABULARY, batches
 from tests.parity.compare import BOUNDS, CPU, Differences, build, compare, largest, mesh_of
+from tests.parity.families import DEEPSEEK
 from tests.ranks import run_ranks
 from training.check import check
 from training.compose import compose
@@ -27,20 +28,6 @@ from training.resolve import World, data_ranks, resolve
 pytestmark = pytest.mark.torch211
 
 LRS = (0.01, 0.008, 0.006)
-LATENT = """model.dim=40 model.heads=8 model.context=24 model.position=rotary model.norm=rmsnorm model.bias=false
-    model.fused_qkv=false model.ffn=swiglu model.ffn_dim=34 model.latent.kv_rank=14 model.latent.nope_dim=6
-    model.latent.rope_dim=4 model.latent.value_dim=5 model.rotary.scaling=yarn model.rotary.factor=2
-    model.rotary.original_context=12 model.rotary.magnitude=1.0 model.attention_scale=0.4"""
-EXPERTS = """model.moe.experts=8 model.moe.top_k=3 model.moe.groups=4 model.moe.top_groups=2 model.moe.dim=22
-    model.moe.shared=1 model.moe.dense_layers=1 model.moe.score=sigmoid model.moe.scale=2.5 model.moe.bias_rate=0.02
-    model.moe.balance=sequence model.moe.balance_weight=0.03"""
-MODELS = {
-    "v3": f"{LATENT} {EXPERTS} model.layers=4 model.latent.q_rank=18 model.tied_head=false model.vocab_multiple=128 "
-    "model.mtp=2 model.mtp_weight=0.4",
-    "dense, tied": f"{LATENT} model.layers=4 model.tied_head=true model.vocab_multiple=1 model.mtp=1",
-    "one further": f"{LATENT} model.layers=4 model.tied_head=false model.vocab_multiple=1 model.mtp=1",
-    "alone": f"{LATENT} model.layers=4 model.tied_head=true model.vocab_multiple=128 model.qkv_bias=true",
-}
 OPTIMIZERS = {"sgd": "optimizer=sgd optimizer.beta1=0.9", "adamw": "optimizer=adamw optimizer.weight_decay=0.1"}
 
 # Ranks, overrides of the layout, whether it is tried in every test run.
@@ -74,7 +61,7 @@ SPLIT_LAYOUTS = [
 
 def config_of(model: str, optimizer: str, layout: str = "parallel=single", ranks: int = 1) -> Config:
     run = f"seed=5 steps={len(LRS)} sequence_length={LENGTH} hardware.device=cpu optimizer.clip=0.5 precision=fp64"
-    config, chosen = compose(f"{run} {MODELS[model]} {OPTIMIZERS[optimizer]} {layout}".split())
+    config, chosen = compose(f"{run} {DEEPSEEK[model]} {OPTIMIZERS[optimizer]} {layout}".split())
     config.batch_sequences = SEQUENCES
     world = World(ranks, ranks)
     resolve(config, world, chosen)
@@ -133,7 +120,7 @@ def cases() -> list[Any]:
     found = []
     for ranks, layout, quick in [*LAYOUTS, *EXPERT_LAYOUTS, *SPLIT_LAYOUTS]:
         split = (ranks, layout, quick) in SPLIT_LAYOUTS
-        for model in MODELS:
+        for model in DEEPSEEK:
             if ("parallel.ep" in layout and model != "v3") or (model == "one further" and not split):
                 continue
             marks: list[Any] = [] if quick and model == "v3" else [pytest.mark.slow]
@@ -147,7 +134,7 @@ def cases() -> list[Any]:
 @pytest.fixture(scope="module")
 def trajectories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By model the folder of its trajectory, made when it is first asked for."""
-    return {model: tmp_path_factory.mktemp(model.replace(" ", "").replace(",", "-")) for model in MODELS}
+    return {model: tmp_path_factory.mktemp(model.replace(" ", "").replace(",", "-")) for model in DEEPSEEK}
 
 
 @pytest.mark.parametrize(("ranks", "layout", "model"), cases())

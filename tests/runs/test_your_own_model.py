@@ -99,11 +99,8 @@ def test_a_part_of_ones_own_on_tp_x_pp(own: Runs) -> None:
     said = own.finish("one", model)
     spread = own.finish("four", f"parallel=pp parallel.pp=2 parallel.tp=2 {model}", ranks=4)
     assert losses(own, "four") == pytest.approx(losses(own, "one"), rel=1e-5)
-    assert len(losses(own, "one")) == 4 and "memory is not planned" in said
-    assert (
-        "memory and traffic are not planned for a model with a part of its own (feedforward my_parts.Bilinear)"
-        in spread
-    )
+    assert len(losses(own, "one")) == 4 and "not planned" not in said
+    assert "traffic is not planned with feedforward my_parts.Bilinear" in spread and "memory is not" not in spread
     # layers x (attention q, k, v, out; left, right, down; two norms), embedding and head of 257, the last norm
     block = 128 * (128 + 2 * 64 + 128) + 3 * 128 * 192 + 2 * 128
     assert f"{4 * block + 2 * 257 * 128 + 128:,} parameters" in said

@@ -1,5 +1,6 @@
 """The table of a run's log."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from parallel.config import Dtype, Recompute
 from parallel.recomputation import settled
 from training.compose import compose
 from training.config import Config
-from training.plan import GIB, axes_table, counts_told, memory_of, settle_activations, whole_replica
+from training.plan import GIB, axes_table, counts_told, memory_of, settle_activations, unplanned, whole_replica
 from training.resolve import World, resolve
 
 
@@ -16,6 +17,20 @@ def resolved(overrides: str, world: World) -> Config:
     config, chosen = compose(overrides.split())
     resolve(config, world, chosen)
     return config
+
+
+def test_what_plans_leave_out_is_named() -> None:
+    """Parts that do not say what they keep; and over tp those that do."""
+    config = resolved("model=deepseek_v3_16b model.mtp=1 parallel=tp", World(8, 8))
+    assert unplanned(config) == ""
+    config = resolved("model.tokenizer=bytes", World(1, 1))
+    config.model.vocab_size = 257
+    for name, bytes_too in (("tests.models.test_parts.Own", False), ("tests.parallel.test_memory.Bilinear", True)):
+        own = replace(config, model=replace(config.model, parts={"feedforward": {"_target_": name}}))
+        left = [] if bytes_too else [f"memory is not planned with feedforward {name}"]
+        assert unplanned(own) == "; ".join(left) and (memory_of(own, Dtype.fp32) is not None) is bytes_too
+        cut = replace(own, parallel=replace(own.parallel, tp=2))
+        assert unplanned(cut) == "; ".join([*left, f"traffic is not planned with feedforward {name}"])
 
 
 # The published parameters, and 47 rows of padding.
