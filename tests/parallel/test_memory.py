@@ -109,7 +109,8 @@ def size(tensors: Iterable[Tensor]) -> int:
 def test_each_rank_holds_the_bytes_of_the_plan(ranks: int) -> None:
     configs = [config_of(case) for case in CASES if case.layout.ranks == ranks]
     for of in [of for of in configs if of.model.moe.experts > 0 and of.parallel.pp == 1]:
-        if 6 % of.parallel.ep == 0:  # experts that do not divide by the ranks that share out their state
+        # Experts that do not divide by the ranks that share out their state.
+        if 6 % of.parallel.ep == 6 % of.model.moe.groups == 0:
             configs.append(replace(of, model=replace(of.model, moe=replace(of.model.moe, experts=6))))
     for of_rank in run_ranks(ranks, hold, configs, timeout=120):
         for config, (parameters, gradients, moments, place) in zip(configs, of_rank, strict=True):
