@@ -4,6 +4,7 @@ As Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transform
 fused attention, which keeps its output and a log-sum-exp a head in place of the square of scores, to grouped heads and
 to each dtype. All are bytes for one token on one of `tp` ranks. parallel: the layout, by default that of one rank."""
 
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from models.config import Balance, ModelConfig, Norm, NormPlace
@@ -14,7 +15,24 @@ from parallel.planning.layout import BYTES, INDEX_BYTES, cut_parts
 from parallel.planning.stages import Order, Stage
 from parallel.recomputation import NOT_KEPT, keeps_nothing, recomputed_layers, segment_borders, settled
 
-ALONE = ParallelConfig()
+
+@dataclass(frozen=True)
+class How:
+    """How a model is run. length: of sequences whose scores or masks are kept."""
+
+    activations: ActivationsConfig
+    compute: Dtype
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of one rank
+    length: int = 0
+
+    @property
+    def width(self) -> int:
+        """Bytes of a value."""
+        return BYTES[self.compute]
+
+    @property
+    def tp(self) -> int:
+        return self.parallel.tp
 
 
 def stream_bytes(model: ModelConfig, compute: Dtype, tp: int = 1) -> float:
@@ -28,9 +46,7 @@ def _norms_bytes(model: ModelConfig, compute: Dtype) -> float:
     return number * (model.dim * width + (2 * width if model.norm is Norm.layernorm else max(4, width)))
 
 
-def block_bytes(
-    model: ModelConfig, compute: Dtype, layer: int, parallel: ParallelConfig = ALONE, length: int = 0
-) -> float:
+def block_bytes(model: ModelConfig, how: How, layer: int) -> float:
     """A block of which nothing is computed again keeps the inputs of its norms, those of attention and of the
     feed-forward layer, queries, keys and values, attention's output, and the feed-forward layer before and after GELU;
     with a gate also both of what is multiplied. The inputs of attention and of the feed-forward layer are whole on each
@@ -38,15 +54,15 @@ def block_bytes(
 
     With dim h, as many heads of keys and feed-forward of 4h these are 16h values, 32h bytes in bf16: Korthikanti's 34h
     without two masks of dropout."""
-    dim, width, tp = model.dim, BYTES[compute], parallel.tp
-    shared = _norms_bytes(model, compute)
+    dim, width, tp = model.dim, how.width, how.tp
+    shared = _norms_bytes(model, how.compute)
     shared += dim * width if model.x0 or model.skips else 0  # what is mixed, beside the mix
     shared += 2 * dim if model.dropout > 0 else 0  # masks, a byte each
     attention, feedforward = (part_bytes(model, name, layer, width, tp) for name in PARTS)
     if attention is None:
-        attention = attention_bytes(model, compute, parallel, length)
+        attention = attention_bytes(model, how.compute, how.parallel, how.length)
     if model.routed(layer):
-        feedforward = _experts_bytes(model, compute, parallel)
+        feedforward = _experts_bytes(model, how.compute, how.parallel)
     elif feedforward is None:
         feedforward = _widened(model) * model.feedforward_dim * width / tp + dim * width
     return shared / tp + attention + feedforward
@@ -82,47 +98,33 @@ def _places_bytes(parallel: ParallelConfig) -> int:
     return (4 if parallel.ep > 1 else 2) * INDEX_BYTES
 
 
-def recomputed_block_bytes(
-    model: ModelConfig,
-    activations: ActivationsConfig,
-    compute: Dtype,
-    layer: int,
-    parallel: ParallelConfig = ALONE,
-    length: int = 0,
-) -> float:
+def recomputed_block_bytes(model: ModelConfig, how: How, layer: int) -> float:
     """A block that is computed again keeps its input, what attention gave, and what was scattered over tp; where it is
     selective also what every matrix product gave, which those before a scatter give whole. Where experts are apart it
     keeps its input alone, or selectively also what its pieces hand to each other."""
-    dim, width, tp = model.dim, BYTES[compute], parallel.tp
-    kept = stream_bytes(model, compute, tp)
-    if keeps_nothing(activations, model, parallel, layer):
+    compute, parallel, tp = how.compute, how.parallel, how.tp
+    kept = stream = stream_bytes(model, compute, tp)
+    if keeps_nothing(how.activations, model, parallel, layer):
         return kept
     bent = model.attention_softcap is not None
     kept += result_bytes(model, compute, parallel) if model.attention not in NOT_KEPT and not bent else 0
-    kept += cut_parts(model, layer) * dim * width / tp if tp > 1 else 0
-    if settled(activations, model) is Recompute.selective:
-        kept += _attention_products(model, compute, layer, tp, length)
+    kept += cut_parts(model, layer) * stream if tp > 1 else 0
+    if settled(how.activations, model) is Recompute.selective:
+        kept += _attention_products(model, compute, layer, tp, how.length)
         kept += _feedforward_products(model, compute, layer, tp)
         kept += _handed_on(model, compute, parallel) if experts_apart(model, parallel) and model.routed(layer) else 0
     return kept
 
 
-def left_bytes(
-    model: ModelConfig,
-    activations: ActivationsConfig,
-    compute: Dtype,
-    layer: int,
-    parallel: ParallelConfig = ALONE,
-    length: int = 0,
-) -> float:
+def left_bytes(model: ModelConfig, how: How, layer: int) -> float:
     """What a block keeps that is computed again by itself or not at all, or of which torch chooses what is kept."""
-    if layer in recomputed_layers(activations, model):
-        return recomputed_block_bytes(model, activations, compute, layer, parallel, length)
-    whole = block_bytes(model, compute, layer, parallel, length)
-    if settled(activations, model) is not Recompute.budget:
+    if layer in recomputed_layers(how.activations, model):
+        return recomputed_block_bytes(model, how, layer)
+    whole = block_bytes(model, how, layer)
+    if settled(how.activations, model) is not Recompute.budget:
         return whole
-    stream = stream_bytes(model, compute, parallel.tp)
-    return stream + activations.budget * (whole - stream)
+    stream = stream_bytes(model, how.compute, how.tp)
+    return stream + how.activations.budget * (whole - stream)
 
 
 def _attention_products(model: ModelConfig, compute: Dtype, layer: int, tp: int, length: int) -> float:
@@ -165,57 +167,37 @@ def head_bytes(model: ModelConfig, compute: Dtype, tp: int = 1, waits: bool = Fa
     return scores / tp + stream_bytes(model, compute, tp) + model.dim * BYTES[compute]
 
 
-def running_bytes(
-    model: ModelConfig,
-    stage: Stage,
-    activations: ActivationsConfig,
-    compute: Dtype,
-    parallel: ParallelConfig = ALONE,
-    length: int = 0,
-) -> float:
+def running_bytes(model: ModelConfig, stage: Stage, how: How) -> float:
     """Of a micro-batch whose backward pass runs: what all blocks keep with the head's, or with what is computed again
     at once, if that is more. What further tokens need is gone before a block of the stage is computed again."""
-    kept, again = kept_bytes(model, activations, compute, parallel, stage.layers, length)
+    kept, again = kept_bytes(model, how, stage.layers)
     if not stage.last:
         return kept + again
-    further, again_further = further_bytes(model, activations, compute, parallel, length)
-    return kept + max(further + max(head_bytes(model, compute, parallel.tp), again_further), again)
+    further, again_further = further_bytes(model, how)
+    return kept + max(further + max(head_bytes(model, how.compute, how.tp), again_further), again)
 
 
-def waiting_bytes(
-    model: ModelConfig,
-    stage: Stage,
-    activations: ActivationsConfig,
-    compute: Dtype,
-    parallel: ParallelConfig = ALONE,
-    length: int = 0,
-) -> float:
+def waiting_bytes(model: ModelConfig, stage: Stage, how: How) -> float:
     """Of a micro-batch that has gone through a stage and waits for its backward pass, with what it handed on."""
-    kept, _ = kept_bytes(model, activations, compute, parallel, stage.layers, length)
+    kept, _ = kept_bytes(model, how, stage.layers)
     if stage.last:
-        further, _ = further_bytes(model, activations, compute, parallel, length)
-        return kept + further + head_bytes(model, compute, parallel.tp, waits=True)
-    return kept + model.stream_tensors(stage.layers.stop) * stream_bytes(model, compute, parallel.tp)
+        further, _ = further_bytes(model, how)
+        return kept + further + head_bytes(model, how.compute, how.tp, waits=True)
+    return kept + model.stream_tensors(stage.layers.stop) * stream_bytes(model, how.compute, how.tp)
 
 
-def further_bytes(
-    model: ModelConfig,
-    activations: ActivationsConfig,
-    compute: Dtype,
-    parallel: ParallelConfig = ALONE,
-    length: int = 0,
-) -> tuple[float, float]:
+def further_bytes(model: ModelConfig, how: How) -> tuple[float, float]:
     """What all that predicts further tokens keeps until its backward pass, each with the head's part, and the most that
     comes on top when a block of it is computed again.
 
     Of each its tokens and labels; the vectors of the tokens, and the roots of both norms; the normalized, one behind
     the other. What the norms behind take and give is the head's."""
-    dim, width, tp, blocks = model.dim, BYTES[compute], parallel.tp, model.all_blocks[model.layers :]
+    dim, width, tp, blocks = model.dim, how.width, how.tp, model.all_blocks[model.layers :]
     numbers = 2 * (2 * width if model.norm is Norm.layernorm else max(4, width))
     joined = 2 * INDEX_BYTES + (3 * dim * width + numbers) / tp
-    part = {layer: left_bytes(model, activations, compute, layer, parallel, length) for layer in blocks}
-    again = max((block_bytes(model, compute, layer, parallel, length) - part[layer] for layer in blocks), default=0.0)
-    return sum(part.values()) + len(blocks) * (joined + head_bytes(model, compute, tp, waits=True)), max(again, 0.0)
+    part = {layer: left_bytes(model, how, layer) for layer in blocks}
+    again = max((block_bytes(model, how, layer) - part[layer] for layer in blocks), default=0.0)
+    return sum(part.values()) + len(blocks) * (joined + head_bytes(model, how.compute, tp, waits=True)), max(again, 0.0)
 
 
 def peak_bytes(order: Order, waiting: dict[int, float], running: dict[int, float]) -> float:
@@ -233,20 +215,13 @@ def peak_bytes(order: Order, waiting: dict[int, float], running: dict[int, float
     return most
 
 
-def kept_bytes(
-    model: ModelConfig,
-    activations: ActivationsConfig,
-    compute: Dtype,
-    parallel: ParallelConfig = ALONE,
-    layers: range | None = None,
-    length: int = 0,
-) -> tuple[float, float]:
+def kept_bytes(model: ModelConfig, how: How, layers: range | None = None) -> tuple[float, float]:
     """What blocks keep, all or those of `layers`, and the most that comes on top when some of it is computed again in
-    backward. length: of sequences whose scores or masks are kept."""
+    backward."""
     layers = range(model.layers) if layers is None else layers
-    mode, tp = settled(activations, model), parallel.tp
-    whole = {layer: block_bytes(model, compute, layer, parallel, length) for layer in layers}
-    stream = stream_bytes(model, compute, tp)
+    mode, activations = settled(how.activations, model), how.activations
+    whole = {layer: block_bytes(model, how, layer) for layer in layers}
+    stream = stream_bytes(model, how.compute, how.tp)
     if mode is Recompute.segments:
         borders = segment_borders(activations, len(layers))
         kept = (len(borders) - 1) * stream
@@ -255,8 +230,8 @@ def kept_bytes(
         # the one that runs, and its neighbour on the way
         kept, again = max(sum(whole[layer] for layer in layers[place : place + 2]) for place in range(len(layers))), 0.0
     else:
-        part = {layer: left_bytes(model, activations, compute, layer, parallel, length) for layer in layers}
+        part = {layer: left_bytes(model, how, layer) for layer in layers}
         kept, again = sum(part.values()), max(whole[layer] - part[layer] for layer in layers)
     tables = sum(model.value_table(layer) is not None for layer in layers)
-    vectors = tables * 2 * model.key_value_dim * BYTES[compute] / tp  # and what they are mixed with
+    vectors = tables * 2 * model.key_value_dim * how.width / how.tp  # and what they are mixed with
     return kept + vectors, max(again, 0.0)

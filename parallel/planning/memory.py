@@ -21,7 +21,7 @@ from parallel.config import (
     Strategy,
     experts_apart,
 )
-from parallel.planning.activations import peak_bytes, running_bytes, waiting_bytes
+from parallel.planning.activations import How, peak_bytes, running_bytes, waiting_bytes
 from parallel.planning.layout import (
     BYTES,
     as_sharded,
@@ -136,9 +136,9 @@ def memory(
         at_once = _at_once(model, kept)
         copies, reduction = _sharded(shapes, experts, as_sharded(parallel), compute, reduce, batch, at_once)
     tokens = batch.micro_batch * batch.sequence_length
-    rest = kept, compute, parallel, batch.sequence_length * parallel.cp
-    waiting = {stage.index: tokens * waiting_bytes(model, stage, *rest) for stage in stages}
-    running = {stage.index: tokens * running_bytes(model, stage, *rest) for stage in stages}
+    how = How(kept, compute, parallel, batch.sequence_length * parallel.cp)
+    waiting = {stage.index: tokens * waiting_bytes(model, stage, how) for stage in stages}
+    running = {stage.index: tokens * running_bytes(model, stage, how) for stage in stages}
     return Memory(parameters, gradients, moments * learned, copies, reduction, round(peak(waiting, running)))
 
 

@@ -19,7 +19,7 @@ from parallel.activations import keep_activations
 from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute
 from parallel.mesh import build_mesh, start_process_group
 from parallel.offload import Memory
-from parallel.planning.activations import kept_bytes
+from parallel.planning.activations import How, kept_bytes
 from parallel.precision import LowPrecision
 from tests.models.build import random_decoder, random_tokens, tiny
 from tests.ranks import run_ranks
@@ -349,7 +349,7 @@ def test_what_is_kept_of_experts_apart_is_planned(keys: dict[str, Any]) -> None:
 def planned_apart(mode: str, **keys: Any) -> float:
     """The formula for what `apart` counts."""
     model, activations = small(moe=EXPERTS, **keys), ActivationsConfig(mode=Recompute[mode])
-    return kept_bytes(model, activations, Dtype.fp32, ParallelConfig(ep=2))[0] / (LAYERS * DIM * 4)
+    return kept_bytes(model, How(activations, Dtype.fp32, ParallelConfig(ep=2)))[0] / (LAYERS * DIM * 4)
 
 
 def graphs() -> dict[str, int]:

@@ -33,7 +33,7 @@ from parallel.activations import keep_activations
 from parallel.config import ActivationsConfig, Dtype, ParallelConfig, Recompute, Schedule
 from parallel.local import is_sharded, local
 from parallel.mesh import data_coordinate, start_process_group
-from parallel.planning.activations import kept_bytes, peak_bytes, running_bytes, waiting_bytes
+from parallel.planning.activations import How, kept_bytes, peak_bytes, running_bytes, waiting_bytes
 from parallel.planning.memory import held_shapes, memory, state_of
 from parallel.planning.stages import Stage, held_stages, order_of
 from parallel.planning.traffic import Batch
@@ -183,7 +183,7 @@ def test_blocks_keep_what_the_formula_says(mode: Recompute, shape: dict[str, Any
     with Alive() as alive:
         after = model.walk(tuple(model.blocks.values()), (x,), [None] * 5, positions=None, documents=None)
     found = x.nbytes + alive.bytes_without([*model.parameters(), *after])
-    assert found == batch * length * kept_bytes(config, activations, dtype)[0]
+    assert found == batch * length * kept_bytes(config, How(activations, dtype))[0]
 
 
 ROUTED: list[dict[str, Any]] = [
@@ -218,7 +218,7 @@ def test_blocks_with_experts_keep_what_the_formula_says(
     with Alive() as alive:
         after = model.walk(tuple(model.blocks.values()), (x,), [None] * 3, positions=None, documents=None)
     found = x.nbytes + alive.bytes_without([*model.parameters(), *after])
-    assert found == pytest.approx(batch * length * kept_bytes(config, activations, dtype)[0], rel=0.01)
+    assert found == pytest.approx(batch * length * kept_bytes(config, How(activations, dtype))[0], rel=0.01)
 
 
 class FusedNorm(torch.autograd.Function):
@@ -279,7 +279,7 @@ def test_blocks_of_families_keep_what_the_formula_says(
     with Alive() as alive:
         after = model.walk(tuple(model.blocks.values()), (x,), [None] * 3, positions=None, documents=None)
     found = x.nbytes + alive.bytes_without([x, *model.parameters(), *after])
-    assert found == length * kept_bytes(config, activations, dtype, length=length)[0]
+    assert found == length * kept_bytes(config, How(activations, dtype, length=length))[0]
 
 
 class Bilinear(torch.nn.Module):
@@ -312,19 +312,19 @@ def test_a_part_of_ones_own_keeps_what_it_says(mode: Recompute, dtype: Dtype) ->
     with Alive() as alive:
         after = model.walk(tuple(model.blocks.values()), (x,), [None] * 3, positions=None, documents=None)
     found = x.nbytes + alive.bytes_without([x, *model.parameters(), *after])
-    kept, again = kept_bytes(config, activations, dtype)
+    kept, again = kept_bytes(config, How(activations, dtype))
     assert found == length * kept
     given = (48 + 3 * 80) * x.element_size()
-    ours = kept_bytes(replace(config, parts={}, ffn_dim=1), ActivationsConfig(mode=Recompute.none), dtype)[0] / 3
+    ours = kept_bytes(replace(config, parts={}, ffn_dim=1), How(ActivationsConfig(mode=Recompute.none), dtype))[0] / 3
     assert (kept / 3 if mode is Recompute.none else kept / 3 + again) == ours - (48 + 2) * x.element_size() + given
-    assert kept_bytes(config, activations, dtype, ParallelConfig(tp=2))[0] < kept
+    assert kept_bytes(config, How(activations, dtype, ParallelConfig(tp=2)))[0] < kept
 
 
 def activations(mode: Recompute, **keys: Any) -> float:
     """Bytes for a token of a model of 9 blocks in bf16, with hardly a vocabulary."""
     model = ModelConfig(layers=9, dim=64, heads=4, vocab_size=1, vocab_multiple=1)
     everything = Stage(0, range(model.layers), True, True, 0)
-    return running_bytes(model, everything, ActivationsConfig(mode=mode, **keys), Dtype.bf16)
+    return running_bytes(model, everything, How(ActivationsConfig(mode=mode, **keys), Dtype.bf16))
 
 
 def test_each_mode_keeps_what_it_is_for() -> None:
@@ -358,7 +358,7 @@ def test_a_stage_keeps_of_a_waiting_micro_batch_what_the_formula_says(last: bool
     with Alive() as alive:
         handed_on = model(x, tokens=tokens, labels=tokens)
     found = x.nbytes + alive.bytes_without(model.parameters())
-    planned = batch * length * waiting_bytes(config, stage, ActivationsConfig(mode=Recompute.none), dtype)
+    planned = batch * length * waiting_bytes(config, stage, How(ActivationsConfig(mode=Recompute.none), dtype))
     assert handed_on is not None and found == pytest.approx(planned, rel=0.01)
 
 
@@ -379,7 +379,7 @@ def test_further_tokens_keep_what_the_formula_says(dtype: Dtype, number: int, mo
         loss = model(x, tokens=tokens, labels=tokens)
     found = x.nbytes + alive.bytes_without(model.parameters())
     assert isinstance(loss, Tensor)
-    assert found == pytest.approx(length * waiting_bytes(config, stage, activations, dtype), rel=0.01)
+    assert found == pytest.approx(length * waiting_bytes(config, stage, How(activations, dtype)), rel=0.01)
 
 
 @pytest.mark.parametrize(
