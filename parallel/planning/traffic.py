@@ -82,6 +82,42 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Rank:
+    """What a rank runs in a step."""
+
+    model: ModelConfig
+    stages: list[Stage]  # those it holds
+    parallel: ParallelConfig
+    compute: Dtype
+    batch: Batch
+    activations: ActivationsConfig
+
+    @property
+    def blocks(self) -> list[int]:
+        return [block for stage in self.stages for block in blocks_of(self.model, stage)]
+
+    @property
+    def routed(self) -> list[int]:
+        return [block for block in self.blocks if self.model.routed(block)]
+
+    @property
+    def in_segments(self) -> bool:
+        return settled(self.activations, self.model) is Recompute.segments
+
+    @property
+    def made_again(self) -> list[int]:
+        """The blocks that backward computes again, one by one or in segments."""
+        again = range(self.model.layers) if self.in_segments else recomputed_layers(self.activations, self.model)
+        return [block for block in self.blocks if block in again]
+
+    @property
+    def whole_again(self) -> list[int]:
+        """Those of which nothing is kept but what goes in: blocks of a segment, and those where experts are apart."""
+        how = self.activations, self.model, self.parallel
+        return [block for block in self.made_again if self.in_segments or keeps_nothing(*how, block)]
+
+
+@dataclass(frozen=True)
 class Traffic:
     """The collectives of one kind in one training step. Logging, saving and scoring are not in each step, so not here.
 
@@ -127,6 +163,7 @@ def traffic(
     `compression`: with PowerSGD of a step after it has begun. Raises ValueError while the vocabulary is not known."""
     apart, activations = experts_apart(model, parallel), as_scheduled(activations, parallel)
     held = held_stages(model, parallel, pipeline_rank)
+    rank = Rank(model, held, parallel, compute, batch, activations)
     shapes = {stage.index: stage_shapes(model, parallel, stage) for stage in held}
     together = {name: shape for of_stage in shapes.values() for name, shape in of_stage.items()}
     found = [*_tokens(parallel)]
@@ -139,17 +176,17 @@ def traffic(
             cut = {stage: without_experts(of_stage) for stage, of_stage in cut.items()}
             experts = {stage: experts_here(of_stage, parallel.ep) for stage, of_stage in shapes.items()}
             found += _experts(experts, as_sharded(parallel), compute, reduce, batch, pipeline_rank)
-            found += _exchange(model, held, parallel, compute, batch, activations)
+            found += _exchange(rank)
         found += _sharded(cut, often, as_sharded(parallel), compute, reduce, batch)
         found += _whole(model, together, parallel, compute)
     if parallel.tp > 1:
-        found += _tensor(model, held, together, parallel, compute, batch, activations, shard_rank)
+        found += _tensor(rank, together, shard_rank)
     if parallel.cp > 1:
-        found += _context(model, held, parallel, compute, batch, activations)
-        found += _further(model, held, parallel, batch)
-    found += _whole_sequences(model, held, parallel, batch, activations)
+        found += _context(rank)
+        found += _further(rank)
+    found += _whole_sequences(rank)
     if parallel.pp > 1:
-        found += _stream(model, held, parallel, compute, batch)
+        found += _stream(rank)
         mine = tensor_shapes(together, model, parallel.tp, tensor_rank)
         found += _shared(model, shard_shapes(mine, parallel.shards, shard_rank), parallel, compute)
     found += _norm(model, together, parallel, compute)
@@ -355,22 +392,15 @@ def _experts(
     yield Traffic("dp_replicate", replicas, Collective.all_reduce, "gradients", EXPERTS, number, size)
 
 
-def _exchange(
-    model: ModelConfig,
-    held: list[Stage],
-    parallel: ParallelConfig,
-    compute: Dtype,
-    batch: Batch,
-    activations: ActivationsConfig,
-) -> Iterator[Traffic]:
+def _exchange(rank: Rank) -> Iterator[Traffic]:
     """How many tokens each expert gets, then a row for each token and expert, there and back; the same rows' gradients
     in backward. What is computed again sends again, unless it is in pieces (selective). Each rank gets as many rows as
     it has, as with even loads."""
-    layers = len(_routed(model, held))
-    again = len(set(_whole_again(model, held, parallel, activations)) & set(_routed(model, held)))
+    model, parallel, batch, layers = rank.model, rank.parallel, rank.batch, len(rank.routed)
+    again = len(set(rank.whole_again) & set(rank.routed))
     forward, backward = (layers + again) * batch.accumulation, layers * batch.accumulation
     tokens = batch.micro_batch * batch.sequence_length // parallel.tp
-    rows = tokens * model.moe.top_k * model.dim * BYTES[compute]
+    rows = tokens * model.moe.top_k * model.dim * BYTES[rank.compute]
 
     def entry(what: str, number: int, size: int) -> Traffic:
         return Traffic("ep", parallel.ep, Collective.all_to_all, what, EXPERTS, number, number * size)
@@ -379,28 +409,17 @@ def _exchange(
     yield entry("tokens", 2 * (forward + backward), rows)
 
 
-def _whole_sequences(
-    model: ModelConfig, held: list[Stage], parallel: ParallelConfig, batch: Batch, activations: ActivationsConfig
-) -> Iterator[Traffic]:
+def _whole_sequences(rank: Rank) -> Iterator[Traffic]:
     """Routers that balance or bound the loads of whole sequences gather the experts that tokens chose
     (parallel.expert.SharedSequences)."""
-    moe = model.moe
+    moe, parallel, batch = rank.model.moe, rank.parallel, rank.batch
     asked = (moe.balance is Balance.sequence) + (moe.capacity_factor is not None)
-    routed = _routed(model, held)
-    again = set(_made_again(model, held, activations)) & set(routed)
-    number = asked * (len(routed) + len(again)) * batch.accumulation
+    again = set(rank.made_again) & set(rank.routed)
+    number = asked * (len(rank.routed) + len(again)) * batch.accumulation
     size = number * batch.micro_batch * batch.sequence_length * moe.top_k * INDEX_BYTES
     for axis, ranks, whole in (("tp", parallel.tp, size), ("cp", parallel.cp, parallel.cp * size)):
         if number > 0:
             yield Traffic(axis, ranks, Collective.all_gather, "chosen experts", "routers", number, whole)
-
-
-def _routed(model: ModelConfig, held: list[Stage]) -> list[int]:
-    return [layer for layer in _blocks(model, held) if model.routed(layer)]
-
-
-def _blocks(model: ModelConfig, held: list[Stage]) -> list[int]:
-    return [block for stage in held for block in blocks_of(model, stage)]
 
 
 def _sharded_alike(names: Iterable[str]) -> Iterator[str]:
@@ -408,47 +427,21 @@ def _sharded_alike(names: Iterable[str]) -> Iterator[str]:
     return (name for name in names if not in_router(name) and not in_experts(name))
 
 
-def _made_again(model: ModelConfig, held: list[Stage], activations: ActivationsConfig) -> list[int]:
-    """The blocks that backward computes again, one by one or in segments."""
-    segments = settled(activations, model) is Recompute.segments
-    again = range(model.layers) if segments else recomputed_layers(activations, model)
-    return [layer for layer in _blocks(model, held) if layer in again]
-
-
-def _whole_again(
-    model: ModelConfig, held: list[Stage], parallel: ParallelConfig, activations: ActivationsConfig
-) -> list[int]:
-    """Those of which nothing is kept but what goes in: blocks of a segment, and those where experts are apart."""
-    segments = settled(activations, model) is Recompute.segments
-    again = _made_again(model, held, activations)
-    return [layer for layer in again if segments or keeps_nothing(activations, model, parallel, layer)]
-
-
-def _again(
-    model: ModelConfig, held: list[Stage], parallel: ParallelConfig, activations: ActivationsConfig
-) -> tuple[list[int], list[int]]:
+def _again(rank: Rank) -> tuple[list[int], list[int]]:
     """Widths of what backward gathers and scatters again over tp. A block that is computed again gathers for each of
     its parts; what was scattered is kept. Where nothing is kept it scatters again, but for a feed-forward layer at the
     end of a block or segment, whose result no gradient needs unless it is normalized."""
-    gathers = [width for layer in _made_again(model, held, activations) for width in gathered(model, layer)]
-    ends = whole = _whole_again(model, held, parallel, activations)
-    if settled(activations, model) is Recompute.segments:
-        borders = [(stage, segment_borders(activations, len(stage.layers))[1:]) for stage in held]
+    model = rank.model
+    gathers = [width for layer in rank.made_again for width in gathered(model, layer)]
+    ends = whole = rank.whole_again
+    if rank.in_segments:
+        borders = [(stage, segment_borders(rank.activations, len(stage.layers))[1:]) for stage in rank.stages]
         ends = [stage.layers[end - 1] for stage, of_stage in borders for end in of_stage]
     unneeded = sum(cut_parts(model, layer) == 2 for layer in ends) if model.norm_place is NormPlace.before else 0
     return gathers, [model.dim] * (sum(cut_parts(model, layer) for layer in whole) - unneeded)
 
 
-def _tensor(
-    model: ModelConfig,
-    held: list[Stage],
-    shapes: Shapes,
-    parallel: ParallelConfig,
-    compute: Dtype,
-    batch: Batch,
-    activations: ActivationsConfig,
-    shard_rank: int,
-) -> Iterator[Traffic]:
+def _tensor(rank: Rank, shapes: Shapes, shard_rank: int) -> Iterator[Traffic]:
     """Tensor parallelism with the stream between parts cut along the sequence (Korthikanti et al. 2022, 4.2.2).
 
     Attention and the feed-forward layer (with experts the shared ones) each gather the stream, latent attention narrow
@@ -457,37 +450,31 @@ def _tensor(
     largest score of each token, then the sum of exponentials and the label's score. Norms over all heads sum a number a
     token of queries and one of keys, and the same in backward. The gradients of parameters that are whole on each rank
     are summed together, once a step (parallel.gradients.sum_alike)."""
-    ranks, tokens = parallel.tp, batch.micro_batch * batch.sequence_length
-    blocks, heads = _blocks(model, held), sum((1 + model.mtp) * stage.last for stage in held)
+    model, parallel, batch, blocks = rank.model, rank.parallel, rank.batch, rank.blocks
+    ranks, tokens, width = parallel.tp, batch.micro_batch * batch.sequence_length, BYTES[rank.compute]
+    heads = sum((1 + model.mtp) * stage.last for stage in rank.stages)
     scattered = sum(cut_parts(model, block) for block in blocks)
-    ends = sum(stage.first + (1 + 2 * model.mtp) * stage.last for stage in held)
-    each = [width for block in blocks for width in gathered(model, block)] + [model.dim] * (scattered + ends)
+    ends = sum(stage.first + (1 + 2 * model.mtp) * stage.last for stage in rank.stages)
+    each = [size for block in blocks for size in gathered(model, block)] + [model.dim] * (scattered + ends)
     collectives = (Collective.all_gather, Collective.reduce_scatter)
-    for collective, again in zip(collectives, _again(model, held, parallel, activations), strict=True):
+    for collective, again in zip(collectives, _again(rank), strict=True):
         number = len(each + again) * batch.accumulation
-        size = sum(each + again) * tokens * BYTES[compute] * batch.accumulation
+        size = sum(each + again) * tokens * width * batch.accumulation
         yield Traffic("tp", ranks, collective, "activations", ALL, number, size)
     if heads > 0:
-        number, size = 2 * heads * batch.accumulation, 3 * heads * tokens * batch.accumulation * max(4, BYTES[compute])
+        number, size = 2 * heads * batch.accumulation, 3 * heads * tokens * batch.accumulation * max(4, width)
         yield Traffic("tp", ranks, Collective.all_reduce, "token losses", "head", number, size)
     whole = {name: shapes[name] for name in _sharded_alike(shapes) if tensor_cut(name, model) is None}
     if whole:
-        size = values(shard_shapes(whole, parallel.shards, shard_rank)) * master_bytes(compute)
+        size = values(shard_shapes(whole, parallel.shards, shard_rank)) * master_bytes(rank.compute)
         yield Traffic("tp", ranks, Collective.all_reduce, "gradients", ALIKE, 1, size)
     if model.qk_norm is QKNorm.all:
-        number = 2 * (2 * len(blocks) + len(_made_again(model, held, activations))) * batch.accumulation
-        size = number * tokens * max(4, BYTES[compute])
+        number = 2 * (2 * len(blocks) + len(rank.made_again)) * batch.accumulation
+        size = number * tokens * max(4, width)
         yield Traffic("tp", ranks, Collective.all_reduce, "squares of queries, keys", BLOCKS, number, size)
 
 
-def _context(
-    model: ModelConfig,
-    held: list[Stage],
-    parallel: ParallelConfig,
-    compute: Dtype,
-    batch: Batch,
-    activations: ActivationsConfig,
-) -> Iterator[Traffic]:
+def _context(rank: Rank) -> Iterator[Traffic]:
     """What attention moves between ranks that share sequences, of each block and micro-batch.
 
     gather: keys and values, and in backward their gradients scattered; the others fill values up to the width of keys.
@@ -495,9 +482,10 @@ def _context(
     heads, and the result back; the same in backward. ring: keys and values to every other rank; in backward again, and
     beside them their gradients, in float32 or wider, one hop further. A block that is computed again does forward's
     part again; the ring's result is kept, unless nothing is."""
-    ranks, layers = parallel.cp, _blocks(model, held)
+    model, parallel, batch, compute = rank.model, rank.parallel, rank.batch, rank.compute
+    ranks, layers = parallel.cp, rank.blocks
     ring = parallel.context is Context.ring
-    again = len(_whole_again(model, held, parallel, activations) if ring else _made_again(model, held, activations))
+    again = len(rank.whole_again if ring else rank.made_again)
     forward, backward = (len(layers) + again) * batch.accumulation, len(layers) * batch.accumulation
     tokens = batch.micro_batch * batch.sequence_length
     pairs = 2 * tokens * model.key_value_dim // parallel.tp  # values of a rank's keys and values
@@ -522,22 +510,22 @@ def _context(
         yield entry(Collective.send, "their gradients", backward * ranks, backward * ranks * pairs * wide)
 
 
-def _further(model: ModelConfig, held: list[Stage], parallel: ParallelConfig, batch: Batch) -> Iterator[Traffic]:
+def _further(rank: Rank) -> Iterator[Traffic]:
     """What predicts further tokens gathers tokens and labels of whole sequences, once a micro-batch
     (parallel.context.CutSequences)."""
-    if model.mtp > 0 and any(stage.last for stage in held):
+    parallel, batch = rank.parallel, rank.batch
+    if rank.model.mtp > 0 and any(stage.last for stage in rank.stages):
         number = 2 * batch.accumulation
         size = number * parallel.cp * batch.micro_batch * batch.sequence_length * INDEX_BYTES
         yield Traffic("cp", parallel.cp, Collective.all_gather, "tokens, labels", "further tokens", number, size)
 
 
-def _stream(
-    model: ModelConfig, held: list[Stage], parallel: ParallelConfig, compute: Dtype, batch: Batch
-) -> Iterator[Traffic]:
+def _stream(rank: Rank) -> Iterator[Traffic]:
     """What a stage hands to the next, of each micro-batch, and its gradient to the one before. Nothing is sent between
     stages on the same rank."""
+    model, parallel, batch, held = rank.model, rank.parallel, rank.batch, rank.stages
     cut = stages(model, parallel)
-    size = batch.micro_batch * batch.sequence_length // parallel.tp * model.dim * BYTES[compute]
+    size = batch.micro_batch * batch.sequence_length // parallel.tp * model.dim * BYTES[rank.compute]
     forward = [(stage, cut[stage.index + 1]) for stage in held if not stage.last]
     backward = [(cut[stage.index - 1], stage) for stage in held if not stage.first]
     for what, borders in (("activations", forward), ("their gradients", backward)):
