@@ -24,11 +24,11 @@ def run(words: argparse.Namespace) -> None:
         raise Refusal([Problem("folder", words.folder, "is there and not empty", "another folder")])
     import torch  # takes seconds
 
-    from training.checkpoint.store import find
+    from training.checkpoint.store import find_intact
     from training.huggingface import export, tokenizer_of
     from training.ranks import Ranks
 
-    saved = find(words.checkpoint, Ranks.alone())
+    saved = find_intact(words.checkpoint, Ranks.alone())
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     try:
         export(saved, tokenizer_of(saved), words.folder, dtypes.get(words.dtype))

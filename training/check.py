@@ -20,6 +20,7 @@ from training.check_attention import attention_rules
 from training.check_layout import activations_rules, batches_around, compile_rules, parallel_rules, sizes_near
 from training.check_parts import built_problems, class_problems
 from training.config import (
+    Best,
     Config,
     DataKind,
     Load,
@@ -36,7 +37,12 @@ from training.refusal import Problem, Refusal
 from training.resolve import DEGREES, VOCABULARIES, Chosen, World, data_ranks, rank_sequences, resolve, resolve_model
 from training.schedule import Schedule
 
-TASKS = ("heldout", "continuation")
+# the scores of each task, and which is best
+SCORES = {
+    "heldout": {"loss": Best.lowest, "perplexity": Best.lowest, "bits_per_byte": Best.lowest},
+    "continuation": {"accuracy": Best.highest},
+}
+TASKS = tuple(SCORES)
 DEVICES = ("auto", "cpu", "cuda")
 
 # Where a number must lie: keys, test, the rule in words. Null is always let through.
@@ -66,7 +72,8 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         "must be at least 1, or -1 for the most ranks that can share the experts",
     ),
     (
-        """seed checkpoint.every checkpoint.keep checkpoint.permanent_every evals.every metrics.sample_tokens
+        """seed checkpoint.every checkpoint.keep checkpoint.permanent_every
+        checkpoint.ephemeral_every evals.every metrics.sample_tokens
         schedule.warmup_steps schedule.warmup_tokens schedule.decay_steps schedule.decay_tokens
         optimizer.weight_decay optimizer.powersgd_start_step model.init_std model.z_loss
         model.value_embeddings model.full_every model.init_embedding_std
@@ -78,7 +85,8 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         "must not be negative",
     ),
     (
-        """optimizer.lr optimizer.eps optimizer.clip epochs max_minutes model.norm_eps model.logit_softcap
+        """optimizer.lr optimizer.eps optimizer.clip epochs max_minutes checkpoint.every_minutes model.norm_eps
+        model.logit_softcap
         model.attention_scale model.attention_softcap model.embedding_scale model.rotary.beta_fast
         model.rotary.beta_slow model.rotary.low_frequency model.rotary.high_frequency model.rotary.magnitude
         model.moe.scale model.moe.capacity_factor
@@ -638,6 +646,12 @@ def _checkpoint(config: Config, world: World) -> Iterator[Problem]:
             reason = f"is not a multiple of checkpoint.every={every}"
             instead = alternatives("checkpoint.permanent_every", around(permanent, every))
         yield Problem("checkpoint.permanent_every", permanent, reason, instead)
+    for step in checkpoint.permanent_steps:
+        if step < 1:
+            kept = [wanted for wanted in checkpoint.permanent_steps if wanted >= 1]
+            reason, instead = "steps are counted from 1", f"checkpoint.permanent_steps=[{','.join(map(str, kept))}]"
+            yield Problem("checkpoint.permanent_steps", step, reason, instead)
+    yield from _keep_best(config)
     if checkpoint.load is None and checkpoint.load_parts is not Load.weights:
         yield Problem(
             "checkpoint.load_parts",
@@ -650,6 +664,26 @@ def _checkpoint(config: Config, world: World) -> Iterator[Problem]:
             near = nearest(name, keys())
             instead = f"checkpoint.allow_changes=[{near[0]}]" if near else "dotted keys, such as [steps,optimizer.lr]"
             yield Problem("checkpoint.allow_changes", name, "there is no such key", instead)
+
+
+def _keep_best(config: Config) -> Iterator[Problem]:
+    """A score that no checkpoint will have keeps none."""
+    wanted, best_is = config.checkpoint.keep_best, config.checkpoint.best_is
+    if wanted is None:
+        return
+    known = {f"{task}.{metric}": best for task, metrics in SCORES.items() for metric, best in metrics.items()}
+    scored = [name for name in known if name.partition(".")[0] in config.evals.tasks]
+    ways = [
+        f"checkpoint.keep_best={name}"
+        + (f" checkpoint.best_is={known[name].name}" if known[name] is not best_is else "")
+        for name in scored
+    ]
+    if wanted not in scored:
+        reason = "no checkpoint gets this score" if wanted in known else "there is no such score"
+        yield Problem("checkpoint.keep_best", wanted, reason, " or ".join(ways) or "checkpoint.keep_best=null")
+    elif best_is is not known[wanted]:
+        reason = f"of {wanted} the {known[wanted].name} is best"
+        yield Problem("checkpoint.best_is", best_is.name, reason, f"checkpoint.best_is={known[wanted].name}")
 
 
 def _evals(config: Config, world: World) -> Iterator[Problem]:

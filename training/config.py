@@ -138,6 +138,11 @@ class TestRestore(Enum):
     never = "never"
 
 
+class Best(Enum):
+    lowest = "lowest"
+    highest = "highest"
+
+
 class Load(Enum):
     weights = "weights"
     all = "all"
@@ -149,11 +154,24 @@ class CheckpointConfig:
 
     dir: str | None = key(None, "folder of the checkpoints; null: <out>/<name>/checkpoints", Changes.io)
     every: int = key(500, "steps between checkpoints; 0: only the last", Changes.io)
-    keep: int = key(3, "newest checkpoints that stay; permanent ones are not counted", Changes.io)
+    keep: int = key(3, "newest checkpoints that stay; permanent and ephemeral ones are not counted", Changes.io)
+    keep_best: str | None = key(
+        None, "a score, such as heldout.loss: the checkpoint that has the best stays too; null: none", Changes.io
+    )
+    best_is: Best = key(Best.lowest, "keep_best: lowest | highest", Changes.io)
     permanent_every: int = key(
         0,
         "a checkpoint at a multiple of this is permanent: never deleted; the last one always is; 0: only the last",
         Changes.io,
+    )
+    permanent_steps: list[int] = key(list, "more steps to save a permanent checkpoint after", Changes.io)
+    ephemeral_every: int = key(
+        0,
+        "steps between checkpoints that only serve a restart: not scored, and deleted once there is a newer one; 0: none",
+        Changes.io,
+    )
+    every_minutes: float | None = key(
+        None, "an ephemeral checkpoint too when so many minutes have passed since the last one of any kind", Changes.io
     )
     resume: Resume = key(
         Resume.auto,

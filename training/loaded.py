@@ -9,7 +9,7 @@ from training.build import spread_model
 from training.check import check, settle
 from training.checkpoint.contents import load_model
 from training.checkpoint.folders import Saved
-from training.checkpoint.store import Store, find
+from training.checkpoint.store import Store, find_intact
 from training.compose import compose
 from training.config import Config
 from training.place import Place, connect, find_place
@@ -33,7 +33,7 @@ def load(checkpoint: str, words: list[str]) -> Loaded:
     Connects the ranks. Raises Refusal."""
     config, chosen = compose(["eval_only=true", f"checkpoint.load='{checkpoint}'", *words])
     world = settle(config, chosen)
-    saved = find(checkpoint, Ranks.alone())
+    saved = find_intact(checkpoint, Ranks.alone())
     refuse(adopt(config, saved, chosen.given))
     refuse(load_problems(config, saved))
     refuse(check(config, world))

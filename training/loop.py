@@ -69,11 +69,12 @@ def train(run: Run, steps_done: int) -> Stopped | None:
             if first:
                 run.stop.watch_steps(run.ranks)
             stopped = run.stop.poll()
-            if first or last or stopped or step % run.config.metrics.every == 0 or _pauses(run, step):
+            kind = "final" if last else run.checkpoints.kind_due(step, run.stop.save_due)
+            if stopped or kind or first or step % run.config.metrics.every == 0 or _is_scored(run, step, kind):
                 report(run, step)
             if first:
                 prove(run, step)
-            stopped = pause(run, step, last, stopped)
+            stopped = pause(run, step, kind, stopped)
             if last or stopped:
                 return stopped
         raise AssertionError("the batches ended before the run")
@@ -82,10 +83,10 @@ def train(run: Run, steps_done: int) -> Stopped | None:
         gc.enable()
 
 
-def _pauses(run: Run, step: int) -> bool:
-    """Whether training waits after this step for a checkpoint or an evaluation."""
+def _is_scored(run: Run, step: int, kind: str | None) -> bool:
+    """Whether the suite runs after this step. kind: of the checkpoint that is saved then."""
     every = run.config.evals.every
-    return run.checkpoints.due(step) or (every > 0 and step % every == 0)
+    return kind in ("final", "scheduled") or (every > 0 and step % every == 0)
 
 
 def report(run: Run, step: int) -> None:
@@ -108,16 +109,15 @@ def prove(run: Run, step: int) -> None:
         run.meters.restart_clock(run.batches.wait_seconds)
 
 
-def pause(run: Run, step: int, last: bool, stopped: Stopped | None) -> Stopped | None:
+def pause(run: Run, step: int, kind: str | None, stopped: Stopped | None) -> Stopped | None:
     """What is done between two steps: save, then score. The weights are safe before an evaluation begins."""
-    saved = None
-    if last or run.checkpoints.due(step):
-        saved = save(run, step, "final" if last else "scheduled")
-    if not stopped and (saved or _pauses(run, step)):
+    saved = save(run, step, kind) if kind else None
+    scored = _is_scored(run, step, kind)
+    if scored and not stopped:
         stopped = score(run, step, saved)
     if stopped and saved is None:
         save(run, step, "signal")
-    if saved or _pauses(run, step):
+    if saved or scored:
         gc.collect()
         run.meters.restart_clock(run.batches.wait_seconds)
     return stopped
@@ -128,6 +128,7 @@ def save(run: Run, step: int, kind: str) -> Saved:
     run.writers.flush()
     saved = run.checkpoints.save(step, run.meters.tokens, run.meters.skipped, kind)
     run.status.checkpoint = step
+    run.stop.saved()
     if run.exports is not None and saved.permanent:
         run.exports.write(saved)
     if run.ranks.rank == 0:

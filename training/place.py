@@ -97,7 +97,7 @@ def find_place(config: Config, world: World) -> Place:
     logger = logging.getLogger("training")
     logger.handlers, logger.propagate = [ToConsole(console)], False
     status = Status(folder.status_path, command())
-    stop = StopRequest(config.max_minutes)
+    stop = StopRequest(config.max_minutes, config.checkpoint.every_minutes)
     return Place(rank, world, device, folder, console, status, stop, Ranks.alone(), trains=not config.eval_only)
 
 

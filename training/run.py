@@ -16,7 +16,7 @@ from training.build import Text, assemble, build_suite, check_same_text, read_te
 from training.check import check
 from training.checkpoint.contents import is_scored, load_model
 from training.checkpoint.folders import Saved
-from training.checkpoint.store import SaveFailed, Store, find
+from training.checkpoint.store import SaveFailed, Store, find, find_intact
 from training.config import Config, Load
 from training.data.batches import BatchFailed
 from training.evaluation import Evaluation
@@ -200,10 +200,14 @@ def too_short(steps: int, saved: Saved, instead: str) -> Problem:
 def go(run: Run, place: Place, began: float) -> Stopped | None:
     """Restores what there is, scores it if it should have been, and trains to the end."""
     store = run.checkpoints.store
-    saved, parts = store.newest(), Load.all
+    saved, parts = store.newest_intact(), Load.all
     own = saved is not None
+    if saved is None and run.status.checkpoint is not None:
+        reason = f"each of its checkpoints is damaged, and begun anew the run would replace {place.folder.path}"
+        raise Refusal([Problem("checkpoint.dir", store.folder, reason, "name=<another> for a new run")])
+    run.status.checkpoint = saved.step if saved is not None else None
     if saved is None and run.config.checkpoint.load is not None:
-        saved, parts = find(run.config.checkpoint.load, place.ranks), run.config.checkpoint.load_parts
+        saved, parts = find_intact(run.config.checkpoint.load, place.ranks), run.config.checkpoint.load_parts
     steps_done = 0
     if saved is None and run.config.model.init_from is not None:
         load_folder(run.step.spread, Path(run.config.model.init_from))
@@ -266,7 +270,11 @@ def score_checkpoint(config: Config, chosen: Chosen, place: Place) -> int:
     connect(config, place)
     spread = spread_model(config, place, settle(config.precision, place.device, place.ranks.all))
     suite = build_suite(config, place, text, spread)
-    load_model(Store(saved.folder.parent, place.ranks), saved, spread)
+    store = Store(saved.folder.parent, place.ranks)
+    if faults := store.verify(saved):
+        reason = f"{saved.folder} is damaged: {'; '.join(faults)}"
+        raise Refusal([Problem("checkpoint.load", config.checkpoint.load, reason, "another checkpoint")])
+    load_model(store, saved, spread)
     place.console.say(f"scoring {saved.folder}")
     found = Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check, text.apart).score(
         saved.step

@@ -2,15 +2,18 @@
 
 import os
 import random
+import re
 import signal
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.resume.same import check_near, check_same_bits, check_steps
 from tests.runs.drive import (
     DROPOUT,
+    REFUSED,
     SAVED,
     Meddling,
     Runs,
@@ -81,6 +84,56 @@ def test_killed_at_random_moments(runs: Runs, whole: str) -> None:
     assert killed > 0
     runs.finish("random", DROPOUT)
     check_same_bits(runs, "random", whole)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "__1_0.distcp",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("__0_0.distcp", ".metadata", "manifest.json", "COMPLETE")
+        ),
+    ],
+)
+def test_one_wrong_bit_in_the_newest_checkpoint(runs: Runs, whole_of_two: str, name: str) -> None:
+    """It is named, and all ranks go on from the one before."""
+    run = f"flipped-{name}"
+    runs.start(run, "parallel=fsdp2", partial(hit_in_step, 7, TERM), ranks=2)
+    newest = runs.checkpoints(run)[-1]
+    assert newest in (7, 8)
+    flip_a_bit(runs.checkpoint(run, newest) / name)
+    said = runs.finish(run, "parallel=fsdp2", ranks=2)
+    assert (
+        re.search(rf"step-{newest:06d} is not used: .*{name}", said)
+        and f"going on from {runs.checkpoint(run, 6)}" in said
+    )
+    check_steps(runs, run, whole_of_two)
+    check_same_bits(runs, run, whole_of_two)
+
+
+@pytest.fixture(scope="session")
+def whole_of_two(runs: Runs) -> str:
+    runs.finish("whole-of-two", "parallel=fsdp2", ranks=2)
+    return "whole-of-two"
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(runs: Runs) -> None:
+    runs.start("all-damaged", DROPOUT, partial(hit_in_step, 7, TERM))
+    for step in (3, 6, 7):
+        flip_a_bit(runs.checkpoint("all-damaged", step) / "__0_0.distcp")
+    before = runs.records("all-damaged")
+    for _ in range(2):
+        outcome = runs.start("all-damaged", DROPOUT)[0]
+        assert outcome.code == REFUSED and "checkpoint.dir" in outcome.said
+        assert runs.records("all-damaged") == before
+    assert "step-000006 is not used: it was found damaged: __0_0.distcp" in outcome.said
 
 
 def test_a_torn_last_line_of_the_metrics(runs: Runs, whole: str) -> None:

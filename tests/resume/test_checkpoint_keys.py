@@ -392,3 +392,35 @@ def test_tensorboard_has_each_step_once(runs: Runs, whole: str) -> None:
     expected = [line for line in runs.evals(whole) if line["metric"] == "bits_per_byte"]
     assert [step for step, _ in scores] == [line["step"] for line in expected]
     np.testing.assert_allclose([value for _, value in scores], [line["value"] for line in expected], rtol=1e-6)
+
+
+def test_ephemeral_and_permanent_steps(runs: Runs) -> None:
+    """Ephemeral ones are not scored and go when a newer one is there; the policy is the same after a restart."""
+    keys = (
+        f"{DROPOUT} checkpoint.every=5 checkpoint.ephemeral_every=2 checkpoint.permanent_steps=[3] checkpoint.keep=1 "
+        "checkpoint.keep_best=continuation.accuracy checkpoint.best_is=highest evals.tasks=[continuation]"
+    )
+    runs.die("kinds", keys, partial(hit_in_step, 5, signal.SIGKILL))
+    assert runs.checkpoints("kinds") == [3, 4]
+    assert [(runs.checkpoint("kinds", step) / "scores.json").exists() for step in (3, 4)] == [True, False]
+    runs.finish("kinds", keys)
+    left = runs.checkpoints("kinds")
+    assert {3, 10, 12} <= set(left) <= {3, 5, 10, 12}
+    scores = {line["step"]: line["value"] for line in runs.evals("kinds")}
+    assert set(scores) == {3, 5, 10, 12}
+    if 5 in left:  # it had the best when the last one was saved, whose score came after
+        assert scores[5] > max(scores[3], scores[10])
+
+
+def test_an_ephemeral_checkpoint_by_the_clock(runs: Runs) -> None:
+    runs.finish("clock", f"{DROPOUT} checkpoint.every=0 checkpoint.every_minutes=0.000001 evals=none", ranks=1)
+    assert runs.checkpoints("clock") == [12]
+    runs.die(
+        "clock-two",
+        f"{DROPOUT} checkpoint.every=0 checkpoint.every_minutes=0.000001 parallel=fsdp2",
+        partial(hit_in_step, 7, signal.SIGKILL),
+        ranks=2,
+    )
+    [step] = runs.checkpoints("clock-two")
+    assert step in (4, 5, 6)
+    assert not (runs.checkpoint("clock-two", step) / "scores.json").exists()

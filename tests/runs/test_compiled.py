@@ -36,9 +36,9 @@ def graphs(path: Path) -> None:
         with open(path, "a") as file:
             file.write(json.dumps({"when": when, "graphs": counters["stats"]["unique_graphs"]}) + "\n")
 
-    def pause(run: Any, step: int, last: bool, stopped: Any) -> Any:
+    def pause(run: Any, step: int, kind: Any, stopped: Any) -> Any:
         write(f"{step} trained")
-        result = real(run, step, last, stopped)
+        result = real(run, step, kind, stopped)
         write(f"{step} scored")
         return result
 

@@ -176,3 +176,47 @@ def test_a_second_interrupt_ends_at_once_but_the_launchers_copy_does_not() -> No
     ]
     for patience, numbers, expected in cases:
         assert run_ranks(1, several_interrupts, patience, numbers) == [expected], (patience, numbers)
+
+
+def save_by_the_clock(others_are_late: bool) -> list[int]:
+    """Polls once a "second"; a save takes place in the poll that says so. Only rank 0's clock counts."""
+    ranks = all_ranks()
+    request = StopRequest(None, every_minutes=4 / 60)
+    now = 0.0 if ranks.rank == 0 else 1000.0 * others_are_late
+    clock = pytest.MonkeyPatch()
+    clock.setattr(time, "monotonic", lambda: now)
+    request.watch_steps(ranks)
+    saves = []
+    for poll in range(14):
+        assert request.poll() is None
+        if request.save_due:
+            saves.append(poll)
+            request.saved()
+        now += 1.0 if ranks.rank == 0 else 17.0
+    clock.undo()
+    return saves
+
+
+@pytest.mark.parametrize(("count", "polls"), [(1, [4, 8, 12]), (3, [5, 10])])
+def test_rank_0s_clock_asks_all_for_one_save_each_time(count: int, polls: list[int]) -> None:
+    """The answer that is on its way when the save is made asks for no second one."""
+    assert run_ranks(count, save_by_the_clock, True, group=True) == [polls] * count
+
+
+def save_otherwise() -> list[bool]:
+    """The clock begins anew with a save of another kind, also where it has asked already."""
+    ranks = all_ranks()
+    request = StopRequest(None, every_minutes=0.0)
+    request.watch_steps(ranks)
+    request.poll()
+    request.saved()
+    request._save_seconds = 1000.0
+    seen = []
+    for _ in range(3):
+        request.poll()
+        seen.append(request.save_due)
+    return seen
+
+
+def test_a_save_of_another_kind_is_one_too() -> None:
+    assert run_ranks(2, save_otherwise, group=True) == [[False] * 3] * 2

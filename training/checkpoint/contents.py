@@ -12,8 +12,9 @@ from models.decoder import Decoder
 from parallel.apply import Spread
 from parallel.values import check_values
 from training.checkpoint.folders import Saved
+from training.checkpoint.retention import EPHEMERAL, Policy
 from training.checkpoint.store import SaveFailed, Store
-from training.config import CheckpointConfig, Load
+from training.config import Best, CheckpointConfig, Load
 from training.optimizers.base import Optimizer
 
 MODEL, OPTIMIZER, POWERSGD = "model.", "optimizer.", "powersgd."
@@ -53,16 +54,26 @@ class Checkpoints:
             | {POWERSGD + name: value for name, value in powersgd.items()}
         )
 
-    def due(self, step: int) -> bool:
-        return self.config.every > 0 and step % self.config.every == 0
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.config.keep, self.config.keep_best, self.config.best_is is Best.highest)
+
+    def kind_due(self, step: int, clock_due: bool) -> str | None:
+        """What is to be saved after this step: scheduled | ephemeral. clock_due: checkpoint.every_minutes is over."""
+        if _multiple(step, self.config.every) or step in self.config.permanent_steps:
+            return "scheduled"
+        return "ephemeral" if _multiple(step, self.config.ephemeral_every) or clock_due else None
 
     def save(self, step: int, tokens: int, skipped_steps: int, kind: str) -> Saved:
-        """kind: scheduled | final | signal. Raises SaveFailed on every rank; older checkpoints are untouched then."""
-        every = self.config.permanent_every
-        permanent = kind == "final" or (every > 0 and step % every == 0)
+        """kind: scheduled | final | ephemeral | signal. Raises SaveFailed on every rank; older checkpoints are
+        untouched then."""
+        permanent = kind == "final" or self._is_permanent(step)
         saved = self._write(step, tokens, skipped_steps, kind, permanent)
-        self.store.prune(self.config.keep)
+        self.store.prune(self.policy)
         return saved
+
+    def _is_permanent(self, step: int) -> bool:
+        return _multiple(step, self.config.permanent_every) or step in self.config.permanent_steps
 
     def _write(self, step: int, tokens: int, skipped_steps: int, kind: str, permanent: bool) -> Saved:
         info = {"step": step, "tokens": tokens, "skipped_steps": skipped_steps, "kind": kind, "permanent": permanent}
@@ -106,6 +117,10 @@ class Checkpoints:
         return seconds, report.seconds
 
 
+def _multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
 def is_scored(store: Store, saved: Saved) -> bool:
-    """Whether this checkpoint has its scores, or never gets any (one saved for a signal or a test)."""
-    return (saved.info["kind"] in ("signal", "test") and not saved.permanent) or store.scores(saved) is not None
+    """Whether this checkpoint has its scores, or never gets any (one that serves a restart)."""
+    return (saved.info["kind"] in EPHEMERAL and not saved.permanent) or store.scores(saved) is not None

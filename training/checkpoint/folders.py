@@ -3,10 +3,11 @@
     step-000500/
       __0_0.distcp ...   tensors, written by torch.distributed.checkpoint
       .metadata          which tensor is where in them
-      manifest.json      step, info of the run, and every file with its size
+      manifest.json      step, info of the run, and every file with its size and checksum
       COMPLETE           written last; holds the hash of manifest.json
       scores.json        evaluation scores, written later
       PERMANENT          never deleted; may also be put there by hand
+      DAMAGED            in the place of the marker where a file was found to be another than the saved one; says which
 
 Used by rank 0 alone; the others are told what it found.
 """
@@ -16,16 +17,19 @@ import json
 import logging
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from training.checkpoint.storage import File, copy_file, fault, hash_bytes, hash_file
 from training.files import write_bytes, write_json
 from training.refusal import Problem
 
-FORMAT = 1
+FORMAT = 2  # 1 had no checksums
 MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
+DAMAGED = "DAMAGED"
 PERMANENT = "PERMANENT"
 SCORES = "scores.json"
 TENSOR_INDEX = ".metadata"  # the name is torch.distributed.checkpoint's
@@ -35,12 +39,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint. `info` is what the run said about itself when it saved."""
+    """A complete checkpoint. `info` is what the run said about itself when it saved, `files` what it has saved."""
 
     step: int
     folder: Path
     info: dict[str, Any]
     permanent: bool
+    files: Mapping[str, File] = field(default_factory=dict)
 
 
 class Broken(OSError):
@@ -64,31 +69,64 @@ def is_checkpoint(folder: Path) -> bool:
     return re.fullmatch(r"step-\d+", folder.name) is not None or (folder / MANIFEST).exists()
 
 
+def is_inside(name: Any) -> bool:
+    """Whether a file's name leads to no other folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
+
+
 def read(folder: Path) -> Saved:
-    """The checkpoint in the folder. Its marker, its manifest and the size of each file are looked at. Raises Broken."""
+    """The checkpoint in the folder. Its marker, its manifest, the size of each file and the checksum of the index are
+    looked at. Raises Broken."""
     try:
         marker = (folder / MARKER).read_bytes()
         manifest_bytes = (folder / MANIFEST).read_bytes()
         if marker != _marker(manifest_bytes):
             raise Broken(f"{MANIFEST} or {MARKER} is not the one that was saved")
-        manifest = json.loads(manifest_bytes)
-        if manifest["format"] != FORMAT:
-            raise Broken(f"it has format {manifest['format']}, and this version reads {FORMAT}")
-        _check_files(folder, manifest)
+        step, info, files = _parse(manifest_bytes)
+        _check_files(folder, files)
     except FileNotFoundError as error:
         name = Path(error.filename).name
-        raise Broken("the save did not end" if name == MARKER else f"{name} is missing") from error
-    permanent = manifest["info"].get("permanent", False) or (folder / PERMANENT).exists()
-    return Saved(manifest["step"], folder, manifest["info"], permanent)
+        raise Broken(_why_no_marker(folder) if name == MARKER else f"{name} is missing") from error
+    permanent = info.get("permanent", False) or (folder / PERMANENT).exists()
+    return Saved(step, folder, info, permanent, files)
 
 
-def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
-    for name, size in manifest["files"].items():
-        found = (folder / name).stat().st_size
-        if found != size:
-            raise Broken(f"{name} has {found} bytes instead of {size}")
-    if _sha256((folder / TENSOR_INDEX).read_bytes()) != manifest["tensor_index_sha256"]:
-        raise Broken(f"{TENSOR_INDEX} is not the one that was saved")
+def _parse(manifest_bytes: bytes) -> tuple[int, dict[str, Any], dict[str, File]]:
+    """Step, info and files of a manifest. Raises Broken."""
+    try:
+        manifest = json.loads(manifest_bytes)
+        if manifest["format"] not in (1, FORMAT):
+            raise Broken(f"it has format {manifest['format']}, and this version reads 1 and {FORMAT}")
+        files = {name: File(*_fields(about)) for name, about in manifest["files"].items()}
+        step, info = int(manifest["step"]), dict(manifest["info"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Broken(f"{MANIFEST} is none: {type(error).__name__}: {error}") from error
+    for name in files:
+        if not is_inside(name):
+            raise Broken(f"{MANIFEST} names a file outside of its folder: {name!r}")
+    return step, info, files
+
+
+def _fields(about: Any) -> tuple[int, str | None]:
+    """Size and checksum of a file, as the manifest has them; format 1 has the size alone."""
+    return (about, None) if isinstance(about, int) else (about["size"], about["xxh128"])
+
+
+def _why_no_marker(folder: Path) -> str:
+    try:
+        return f"it was found damaged: {(folder / DAMAGED).read_text().strip()}"
+    except FileNotFoundError:
+        return "the save did not end"
+
+
+def _check_files(folder: Path, files: Mapping[str, File]) -> None:
+    """Sizes, and the whole index. Raises Broken and FileNotFoundError."""
+    for name, saved in files.items():
+        found = File((folder / name).stat().st_size, saved.xxh128)
+        if name == TENSOR_INDEX and found.size == saved.size:
+            found = hash_bytes((folder / name).read_bytes())
+        if what := fault(found, saved):
+            raise Broken(f"{name} {what}")
 
 
 def _sha256(data: bytes) -> str:
@@ -99,35 +137,43 @@ def _marker(manifest: bytes) -> bytes:
     return f"{_sha256(manifest)}\n".encode()
 
 
-def complete(folder: Path, step: int, info: dict[str, Any], tensor_files: dict[str, int]) -> Saved:
-    """Makes a checkpoint of a folder that has the tensors: manifest, a look at the files, marker. Raises OSError."""
-    index = (folder / TENSOR_INDEX).read_bytes()
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "info": info,
-        "files": tensor_files | {TENSOR_INDEX: len(index)},
-        "tensor_index_sha256": _sha256(index),
-    }
-    write_json(folder / MANIFEST, manifest)
-    _check_files(folder, manifest)
+def complete(folder: Path, step: int, info: dict[str, Any], files: Mapping[str, File]) -> Saved:
+    """Makes a checkpoint of a folder that has its files: manifest, a look at the files, marker. Raises OSError."""
+    about = {name: asdict(file) for name, file in files.items()}
+    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "info": info, "files": about})
+    _check_files(folder, files)
     write_bytes(folder / MARKER, _marker((folder / MANIFEST).read_bytes()))
     return read(folder)
 
 
-def newest(checkpoints: Path) -> Saved | None:
-    """The newest whole checkpoint. Newer ones that are broken are named in a warning."""
-    for _, folder in reversed(steps_in(checkpoints)):
+def condemn(saved: Saved, reason: str) -> None:
+    """From now on the checkpoint does not count. What it has stays, and the reason with it, until a newer one is
+    complete or its step is saved anew. Raises OSError."""
+    write_bytes(saved.folder / DAMAGED, f"{reason}\n".encode())
+    (saved.folder / MARKER).unlink(missing_ok=True)
+
+
+def checkpoints_of(path: Path) -> Path:
+    """The folder of checkpoints of a run's folder; else the folder itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def newest(checkpoints: Path, before: int | None = None) -> Saved | None:
+    """The newest whole checkpoint, of those before a step if one is given. Newer ones that are broken are named in a
+    warning."""
+    for step, folder in reversed(steps_in(checkpoints)):
+        if before is not None and step >= before:
+            continue
         try:
             return read(folder)
-        except Broken as fault:
-            log.warning("%s is not used: %s", folder, fault)
+        except Broken as why:
+            log.warning("%s is not used: %s", folder, why)
     return None
 
 
-def find(path: str) -> Saved | Problem:
+def find(path: str, before: int | None = None) -> Saved | Problem:
     """The checkpoint that checkpoint.load names: one checkpoint's folder, or the newest complete one of a run's folder
-    or of a folder of checkpoints; else why there is none."""
+    or of a folder of checkpoints, of those before a step if one is given; else why there is none."""
     folder = Path(path)
     kinds = "the folder of a run, its folder of checkpoints, or one checkpoint (step-000500)"
     if not folder.is_dir():
@@ -135,17 +181,17 @@ def find(path: str) -> Saved | Problem:
     if is_checkpoint(folder):
         try:
             return read(folder)
-        except Broken as fault:
+        except Broken as why:
             other = newest(folder.parent)
             return Problem(
                 "checkpoint.load",
                 path,
-                f"not a complete checkpoint: {fault}",
+                f"not a complete checkpoint: {why}",
                 f"checkpoint.load={other.folder}" if other else kinds,
             )
     return (
-        newest(folder / "checkpoints")
-        or newest(folder)
+        newest(folder / "checkpoints", before)
+        or newest(folder, before)
         or Problem("checkpoint.load", path, "no complete checkpoint in it", kinds)
     )
 
@@ -182,3 +228,18 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
 
 def write_scores(folder: Path, scores: dict[str, Any]) -> None:
     write_json(folder / SCORES, scores)
+
+
+def copy(saved: Saved, checkpoints: Path) -> Saved:
+    """Copies a checkpoint into a folder of checkpoints, its marker last. Each file is hashed as it is read and again
+    from where it was written. Raises OSError, and Broken where a file is not what was saved."""
+    target = folder_of(checkpoints, saved.step)
+    target.mkdir(parents=True)
+    for name, file in saved.files.items():
+        copied = copy_file(saved.folder / name, target / name)
+        if what := fault(copied, file) or fault(hash_file(target / name), File(file.size, copied.xxh128)):
+            raise Broken(f"{name} {what}")
+    for name in (SCORES, PERMANENT, MANIFEST, MARKER):
+        if (saved.folder / name).exists():
+            write_bytes(target / name, (saved.folder / name).read_bytes())
+    return read(target)

@@ -7,12 +7,13 @@ listing of a file system that several hosts share.
 import errno
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint import folders, matching, tensors
+from training.checkpoint import folders, matching, storage, tensors
 from training.checkpoint.folders import Broken, Saved
-from training.checkpoint.retention import StepInfo, to_delete
+from training.checkpoint.retention import EPHEMERAL, Policy, StepInfo, score_of, to_delete
 from training.checkpoint.tensors import RestoreReport, State, TensorsFailed
 from training.ranks import Ranks
 from training.refusal import Problem, Refusal
@@ -60,8 +61,8 @@ class Store:
         if there is not None:
             return there
         try:
-            tensors.write(folder, state, self.ranks)
-            return self.ranks.first_does(lambda: folders.complete(folder, step, info, tensors.file_sizes(folder)))
+            files = tensors.write(folder, state, self.ranks)
+            return self.ranks.first_does(lambda: folders.complete(folder, step, info, files))
         except (OSError, TensorsFailed) as error:
             if self.ranks.rank == 0:
                 _try_to_remove(folder)
@@ -70,6 +71,21 @@ class Store:
     def newest(self) -> Saved | None:
         """The newest complete checkpoint. Newer ones that are incomplete or damaged are named in a warning."""
         return self.ranks.first_does(lambda: folders.newest(self.folder))
+
+    def newest_intact(self) -> Saved | None:
+        """The newest complete checkpoint whose files are what was saved, all of them read. Newer ones are named in a
+        warning, and count no longer: a run that goes on before them must not take them for its own."""
+        saved = self.newest()
+        while saved is not None and (faults := self.verify(saved)):
+            step, why = saved.step, "; ".join(faults)
+            self.ranks.first_does(partial(_condemn, saved, why))
+            saved = self.ranks.first_does(partial(folders.newest, self.folder, step))
+        return saved
+
+    def verify(self, saved: Saved) -> list[str]:
+        """What is wrong with the files of a checkpoint, on every rank. Each rank reads its share of them whole."""
+        mine = {name: saved.files[name] for name in sorted(saved.files)[self.ranks.rank :: self.ranks.size]}
+        return [fault for faults in self.ranks.gather(storage.faults(saved.folder, mine)) for fault in faults]
 
     def all(self) -> list[Saved]:
         """Every complete checkpoint, oldest first."""
@@ -104,10 +120,17 @@ class Store:
         TensorsFailed."""
         return tensors.compare(saved.folder, state, self.ranks)
 
-    def prune(self, keep: int) -> None:
+    def prune(self, policy: Policy) -> None:
         """Deletes what `to_delete` names, and older folders of saves and deletions that did not end. What cannot be
-        deleted is named in a warning."""
-        self.ranks.first_does(lambda: _prune(self.folder, keep))
+        deleted is named in a warning. Before anything goes, the newest checkpoint is read whole; raises SaveFailed, on
+        every rank and with nothing deleted, where it is not what was saved."""
+        newest, unwanted = self.ranks.first_does(lambda: unwanted_folders(self.folder, policy))
+        if newest is None or not unwanted:
+            return
+        if faults := self.verify(newest):
+            self.ranks.first_does(partial(_condemn, newest, "; ".join(faults)))
+            raise SaveFailed(0, newest.step, str(newest.folder), f"read back, {'; '.join(faults)}")
+        self.ranks.first_does(lambda: _try_to_remove(*unwanted))
 
     def remove(self, saved: Saved) -> None:
         """Deletes a checkpoint, permanent or not."""
@@ -131,6 +154,23 @@ def find(path: str, ranks: Ranks) -> Saved:
     return found
 
 
+def find_intact(path: str, ranks: Ranks) -> Saved:
+    """The same with all files read: of the folder of several the newest whose files are what was saved; those that are
+    not are named in a warning. Raises Refusal on every rank where there is none."""
+    saved = find(path, ranks)
+    while faults := Store(saved.folder.parent, ranks).verify(saved):
+        why = "; ".join(faults)
+        named = saved.folder == Path(path)
+        older = None if named else ranks.first_does(partial(folders.find, path, saved.step))
+        if not isinstance(older, Saved):
+            instead = "another checkpoint, or a whole copy of this one"
+            raise Refusal([Problem("checkpoint.load", path, f"{saved.folder} is damaged: {why}", instead)])
+        if ranks.rank == 0:
+            log.warning("%s is not used: %s", saved.folder, why)
+        saved = older
+    return saved
+
+
 def _make_room(folder: Path, info: dict[str, Any]) -> Saved | None:
     """The run's complete checkpoint that is there already; else an empty folder in the place of what may be there.
     Raises FileExistsError where another run's is."""
@@ -140,8 +180,8 @@ def _make_room(folder: Path, info: dict[str, Any]) -> Saved | None:
             if there.info.get("config") != info.get("config"):
                 raise FileExistsError(errno.EEXIST, "another run has saved its checkpoint there", str(folder))
             return folders.make_permanent(there) if info.get("permanent") and not there.permanent else there
-        except Broken as fault:
-            log.warning("%s is saved anew: %s", folder, fault)
+        except Broken as why:
+            log.warning("%s is saved anew: %s", folder, why)
             folders.remove(folder)
     folder.mkdir(parents=True)
     return None
@@ -153,21 +193,37 @@ def _save_failed(step: int, folder: Path, error: OSError | TensorsFailed) -> Sav
     return SaveFailed(0, step, str(error.filename or folder), error.strerror or str(error))
 
 
-def _prune(checkpoints: Path, keep: int) -> None:
+def unwanted_folders(checkpoints: Path, policy: Policy) -> tuple[Saved | None, list[Path]]:
+    """The newest complete checkpoint, and the folders that may go once it is known to be intact."""
     there = folders.whole(checkpoints)
     if not there:
-        return
-    unwanted = set(to_delete([StepInfo(saved.step, saved.permanent) for saved in there], keep))
-    for saved in there:
-        if saved.step in unwanted:
-            _try_to_remove(saved.folder)
-    for step, folder in folders.steps_in(checkpoints):
-        if step < there[-1].step and not (folder / folders.MARKER).exists():
-            _try_to_remove(folder)
+        return None, []
+    gone = set(to_delete([_step_info(saved, policy) for saved in there], policy))
+    unended = [
+        folder
+        for step, folder in folders.steps_in(checkpoints)
+        if step < there[-1].step and not (folder / folders.MARKER).exists()
+    ]
+    return there[-1], [saved.folder for saved in there if saved.step in gone] + unended
 
 
-def _try_to_remove(folder: Path) -> None:
+def _step_info(saved: Saved, policy: Policy) -> StepInfo:
+    name = policy.best_of
+    score = None if name is None else score_of(folders.read_scores(saved.folder), name)
+    return StepInfo(saved.step, saved.permanent, saved.info.get("kind") in EPHEMERAL, score)
+
+
+def _condemn(saved: Saved, why: str) -> None:
+    log.warning("%s is not used: %s", saved.folder, why)
     try:
-        folders.remove(folder)
+        folders.condemn(saved, why)
     except OSError as error:
-        log.warning("%s could not be deleted: %s", folder, error)
+        log.warning("%s could not be marked as damaged: %s", saved.folder, error)
+
+
+def _try_to_remove(*unwanted: Path) -> None:
+    for folder in unwanted:
+        try:
+            folders.remove(folder)
+        except OSError as error:
+            log.warning("%s could not be deleted: %s", folder, error)

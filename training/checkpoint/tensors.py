@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from training.checkpoint.folders import TENSOR_INDEX
+from training.checkpoint.storage import File, Hashed
 from training.ranks import Ranks
 
 State = Mapping[str, torch.Tensor]
@@ -54,12 +56,24 @@ def _failures(folder: Path) -> Iterator[None]:
         raise TensorsFailed(rank, str(folder), f"{type(error).__name__}: {error}") from failure
 
 
-def write(folder: Path, state: State, ranks: Ranks) -> None:
-    """Writes the state of all ranks into an empty folder. Raises TensorsFailed.
+def write(folder: Path, state: State, ranks: Ranks) -> dict[str, File]:
+    """Writes the state of all ranks into an empty folder. Returns the files of all ranks, on every rank. Raises
+    TensorsFailed.
 
-    A replicated tensor is written once, and the ranks share that work.
+    A replicated tensor is written once, and the ranks share that work. Each rank hashes what it writes.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    written: dict[str, File] = {}
+
+    class Hashing(FileSystem):
+        @contextmanager
+        def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+            with super().create_stream(path, mode) as stream:
+                hashed = Hashed(stream)
+                yield hashed
+                written[Path(path).name.removesuffix(".tmp")] = hashed.file()  # DCP renames its index
 
     class Writer(dcp.FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
@@ -72,28 +86,32 @@ def write(folder: Path, state: State, ranks: Ranks) -> None:
 
     with _failures(folder):
         writer = Writer(folder)
+        writer.fs = Hashing()
         dcp.save(dict(state), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+    return {name: file for one in ranks.gather(written) for name, file in one.items()}
 
 
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each file with tensors, from DCP's account: in a listing other hosts' files may be late. Raises OSError.
-
-    What `storage_data` holds is not documented; seen in torch 2.11 and 2.15.
-    """
+def _reader(folder: Path) -> Any:
+    """DCP's reader of a folder, with an index that runs no code. Its tensors are read with weights_only."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-    sizes: dict[str, int] = {}
-    for part in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
-        sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), part.offset + part.length)
-    return sizes
+    from training.checkpoint.index import parse_index
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            index = parse_index((folder / TENSOR_INDEX).read_bytes())
+            index.storage_meta = StorageMeta(load_id=self.load_id)
+            return index
+
+    return Reader(folder)
 
 
 def describe(folder: Path) -> dict[str, Stored]:
     """Names, global shapes and dtypes of the tensors in a folder. Reads the index only. Raises OSError."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    index = _reader(folder).read_metadata().state_dict_metadata
     return {
         name: Stored(tuple(entry.size), entry.properties.dtype)
         for name, entry in index.items()
@@ -106,8 +124,21 @@ def read(folder: Path, state: State, ranks: Ranks) -> None:
     import torch.distributed.checkpoint as dcp
 
     with _failures(folder):
-        reader = dcp.FileSystemReader(folder)
-        dcp.load(dict(state), storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
+        dcp.load(dict(state), storage_reader=_reader(folder), process_group=ranks.group, no_dist=ranks.group is None)
+
+
+def pairs(one: Path, other: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """These tensors of two folders, whole, in one process; about ROUND_BYTES of each are in memory at a time. Raises
+    OSError and TensorsFailed."""
+    kinds = [describe(folder) for folder in (one, other)]
+    metas = {name: torch.empty(kinds[0][name].shape, dtype=kinds[0][name].dtype, device="meta") for name in names}
+    for group in _groups(metas):
+        states = [
+            {name: torch.empty(stored[name].shape, dtype=stored[name].dtype) for name in group} for stored in kinds
+        ]
+        for folder, state in zip((one, other), states, strict=True):
+            read(folder, state, Ranks.alone())
+        yield from ((name, states[0][name], states[1][name]) for name in group)
 
 
 @dataclass(frozen=True)

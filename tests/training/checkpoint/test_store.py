@@ -12,6 +12,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.training.checkpoint.states import assert_holds, cpu_ranks, full, state
 from training.checkpoint import folders, tensors
+from training.checkpoint.retention import Policy
 from training.checkpoint.store import SaveFailed, Store, find
 from training.ranks import Ranks
 from training.refusal import Refusal
@@ -87,9 +88,9 @@ def prune(folder: Path) -> None:
     for step in [950, 9950, 20000]:  # a save that did not end; the last may be going on
         (folder / f"step-{step:06d}").mkdir()
     (folder / "step-009900" / "PERMANENT").touch()  # by hand
-    store.prune(1)
+    store.prune(Policy(1))
     assert sorted(os.listdir(folder)) == ["step-001000", "step-009900", "step-010000", "step-020000"]
-    store.prune(0)
+    store.prune(Policy(0))
     assert [saved.step for saved in store.all()] == [1000, 9900, 10000]
     store.remove(store.all()[0])
     assert [saved.step for saved in store.all()] == [9900, 10000]
@@ -108,13 +109,51 @@ def stop_a_deletion(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     with mock.patch.object(folders.shutil, "rmtree", refuse):
-        store.prune(1)
+        store.prune(Policy(1))
     assert [saved.step for saved in store.all()] == [2]
     assert sorted(os.listdir(folder)) == ["step-000001", "step-000002"]
 
 
 def test_a_deletion_cut_short_leaves_no_checkpoint_and_stops_no_run(tmp_path: Path) -> None:
     run_ranks(1, stop_a_deletion, tmp_path)
+
+
+def prune_after_damage(folder: Path) -> None:
+    ranks = cpu_ranks()
+    store = Store(folder, ranks)
+    for step in [1, 2, 3]:
+        store.save(step, state("shard", 2, step), {})
+    (folder / "step-000000").mkdir(exist_ok=True)
+    ranks.barrier()
+    if ranks.rank == 0:
+        path = folder / "step-000003" / "__1_0.distcp"
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    ranks.barrier()
+    with pytest.raises(SaveFailed, match=r"step-000003: read back, __1_0\.distcp is not the one"):
+        store.prune(Policy(0))
+    assert [saved.step for saved in store.all()] == [1, 2] and (folder / "step-000000").exists()
+    store.prune(Policy(0))
+    assert [saved.step for saved in store.all()] == [2]
+
+
+def test_nothing_is_deleted_for_a_newer_one_that_is_damaged(tmp_path: Path) -> None:
+    run_ranks(2, prune_after_damage, tmp_path, group=True)
+
+
+def keep_the_best(folder: Path) -> None:
+    store = Store(folder, Ranks.alone())
+    policy = Policy(1, "heldout.loss")
+    for step, loss in [(1, 3.0), (2, 2.0), (3, 2.5), (4, None), (5, 2.2)]:
+        kind = "scheduled" if loss else "ephemeral"
+        saved = store.save(step, {"model.x": torch.zeros(1)}, {"kind": kind})
+        store.prune(policy)
+        if loss:
+            store.write_scores(saved, {"scores": [{"task": "heldout", "metric": "loss", "value": loss}]})
+    assert [saved.step for saved in store.all()] == [2, 5]
+
+
+def test_the_best_by_its_scores_stays(tmp_path: Path) -> None:
+    run_ranks(1, keep_the_best, tmp_path)
 
 
 # ---- names and shapes
@@ -259,7 +298,7 @@ def go_through_a_run(folder: Path, ranks: Ranks) -> None:
     store = Store(folder / "run" / "checkpoints", ranks)
     for step in [1, 2, 3]:
         store.save(step, state("shard", 2, step), {})
-        store.prune(1)
+        store.prune(Policy(1))
     newest = store.newest()
     assert newest is not None and newest == find(str(folder / "run"), ranks) == store.all()[0]
     found = state("shard", 2)
