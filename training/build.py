@@ -17,9 +17,11 @@ from training.agreement import Agreement
 from training.attention import attention_of
 from training.bubble import bubble_told
 from training.check import check, describe
-from training.checkpoint.contents import Checkpoints
+from training.checkpoint.contents import Checkpoints, policy_of
+from training.checkpoint.mirror import Mirror
+from training.checkpoint.remote import folder_at
 from training.checkpoint.store import Store
-from training.config import Config, Debug, leaves
+from training.config import CheckpointConfig, Config, Debug, leaves
 from training.data.batches import Batches
 from training.data.order import Order
 from training.data.packing import packed
@@ -161,7 +163,12 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         ),
         writers=build_writers(config, place, about["config"]),
         checkpoints=Checkpoints(
-            Store(place.folder.checkpoints, place.ranks), config.checkpoint, spread, step.optimizer, about
+            Store(place.folder.checkpoints, place.ranks),
+            config.checkpoint,
+            spread,
+            step.optimizer,
+            about,
+            build_mirror(config.checkpoint, place),
         ),
         exports=Exports(place.folder.path / "huggingface", text.tokenizer, place.ranks)
         if config.checkpoint.export_hf
@@ -171,6 +178,12 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         status=place.status,
         agreement=Agreement(spread.model, place.mesh, step.optimizer) if config.debug is Debug.paranoid else None,
     )
+
+
+def build_mirror(config: CheckpointConfig, place: Place) -> Mirror | None:
+    if config.mirror is None or place.rank != 0:
+        return None
+    return Mirror(place.folder.checkpoints, folder_at(config.mirror), policy_of(config))
 
 
 def fit_micro_batch(config: Config, place: Place, step: Step, apart: int | None) -> int:

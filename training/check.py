@@ -19,6 +19,7 @@ from parallel.planning.stages import runs
 from training.check_attention import attention_rules
 from training.check_layout import activations_rules, batches_around, compile_rules, parallel_rules, sizes_near
 from training.check_parts import built_problems, class_problems
+from training.checkpoint.remote import missing_package
 from training.config import (
     Best,
     Config,
@@ -635,6 +636,11 @@ def _checkpoint(config: Config, world: World) -> Iterator[Problem]:
     checkpoint = config.checkpoint
     if checkpoint.dir is not None and not checkpoint.dir.strip():
         yield Problem("checkpoint.dir", checkpoint.dir, "is the folder of the checkpoints", "checkpoint.dir=null")
+    for name in ("dir", "mirror", "load"):
+        yield from _url(f"checkpoint.{name}", getattr(checkpoint, name) or "")
+    if checkpoint.mirror is not None and checkpoint.mirror in (checkpoint.dir, ""):
+        reason = "is where the checkpoints are saved first"
+        yield Problem("checkpoint.mirror", checkpoint.mirror, reason, "checkpoint.mirror=null, or another place")
     every, permanent = checkpoint.every, checkpoint.permanent_every
     if every >= 0 and permanent > 0 and (every == 0 or permanent % every != 0):
         if every == 0:
@@ -664,6 +670,16 @@ def _checkpoint(config: Config, world: World) -> Iterator[Problem]:
             near = nearest(name, keys())
             instead = f"checkpoint.allow_changes=[{near[0]}]" if near else "dotted keys, such as [steps,optimizer.lr]"
             yield Problem("checkpoint.allow_changes", name, "there is no such key", instead)
+
+
+def _url(name: str, place: str) -> Iterator[Problem]:
+    if why := missing_package(place):
+        extra = "`uv sync --extra s3`, or " if place.startswith("s3://") else ""
+        yield Problem(name, place, why, f"{extra}a path, or a URL such as s3://bucket/prefix")
+    elif "://" in place and "@" in place.partition("://")[2].partition("/")[0]:
+        hidden = f"{place.partition('://')[0]}://...@{place.partition('@')[2]}"
+        reason = "a URL is saved with the run, and must hold no secret"
+        yield Problem(name, hidden, reason, "credentials in the environment, and a URL without them")
 
 
 def _keep_best(config: Config) -> Iterator[Problem]:

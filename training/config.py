@@ -152,7 +152,16 @@ class Load(Enum):
 class CheckpointConfig:
     """What is saved, when, and what is kept."""
 
-    dir: str | None = key(None, "folder of the checkpoints; null: <out>/<name>/checkpoints", Changes.io)
+    dir: str | None = key(
+        None,
+        "folder of the checkpoints, or a URL such as s3://bucket/prefix (extra s3); null: <out>/<name>/checkpoints",
+        Changes.io,
+    )
+    mirror: str | None = key(
+        None,
+        "another folder or URL, to which the newest checkpoint and the permanent ones are copied in the background; null: none",
+        Changes.io,
+    )
     every: int = key(500, "steps between checkpoints; 0: only the last", Changes.io)
     keep: int = key(3, "newest checkpoints that stay; permanent and ephemeral ones are not counted", Changes.io)
     keep_best: str | None = key(

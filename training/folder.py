@@ -12,10 +12,13 @@ from typing import Any
 import yaml
 
 from models.schema import Changes
+from training.checkpoint.remote import Remote, folder_at
 from training.config import Config, Resume, leaves
 from training.refusal import Problem
 from training.status import read
 from training.unresolved import in_words, to_write
+
+LOCK = ".lock"
 
 
 class RunFolder:
@@ -29,7 +32,7 @@ class RunFolder:
         self.data_path = self.path / "data.json"
         self.status_path = self.path / "status.json"
         self.log_path = self.path / "run.log"
-        self.checkpoints = self.path / "checkpoints" if checkpoints is None else Path(checkpoints)
+        self.checkpoints = self.path / "checkpoints" if checkpoints is None else folder_at(checkpoints)
         self._locks: list[int] = []
 
     def rank_log_path(self, rank: int) -> Path:
@@ -75,6 +78,9 @@ class RunFolder:
         the other saves."""
         key = "checkpoint.dir"
         try:
+            if isinstance(self.checkpoints, Remote):  # has no locks; but now one knows whether it can be written
+                (self.checkpoints / LOCK).write_bytes(_this_process().encode())
+                return []
             holder = self._lock(self.checkpoints)
         except OSError as error:
             reason = f"cannot be written: {error.strerror}"
@@ -89,7 +95,7 @@ class RunFolder:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             # A POSIX lock: it works between hosts, and child processes do not inherit it.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,7 +106,7 @@ class RunFolder:
                 return holder
             # Otherwise the file system has no locks, and the run goes without.
         os.truncate(lock, 0)
-        os.write(lock, f"host {socket.gethostname()}, process {os.getpid()}".encode())
+        os.write(lock, _this_process().encode())
         self._locks.append(lock)
         return None
 
@@ -108,6 +114,10 @@ class RunFolder:
         """Lets go of both, where a process does several runs."""
         while self._locks:
             os.close(self._locks.pop())
+
+
+def _this_process() -> str:
+    return f"host {socket.gethostname()}, process {os.getpid()}"
 
 
 def flat(nested: Any, prefix: str = "") -> dict[str, Any]:

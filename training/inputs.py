@@ -14,7 +14,7 @@ def input_problems(config: Config) -> list[Problem]:
     """What would be refused when it is opened. With check_only the tokenizer is built too, which may download it."""
     problems: list[Problem] = []
     if config.checkpoint.load is not None and (config.eval_only or not _goes_on(config)):
-        found = folders.find(config.checkpoint.load)
+        found = _found(config.checkpoint.load)
         if isinstance(found, Problem):
             problems.append(found)
         elif not config.eval_only:
@@ -30,10 +30,21 @@ def input_problems(config: Config) -> list[Problem]:
     return problems
 
 
+def _found(load: str) -> folders.Saved | Problem:
+    try:
+        return folders.find(load)
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror or error}"
+        return Problem("checkpoint.load", load, reason, "a folder or URL that can be read")
+
+
 def _goes_on(config: Config) -> bool:
     """Whether the run has a checkpoint of its own, so that it no longer needs the one it started from."""
     assert config.name is not None
-    return bool(folders.whole(RunFolder(config.out, config.name, config.checkpoint.dir).checkpoints))
+    try:
+        return bool(folders.whole(RunFolder(config.out, config.name, config.checkpoint.dir).checkpoints))
+    except OSError:
+        return True  # the run that cannot read it says why
 
 
 def _refused(action: Callable[[], object]) -> list[Problem]:

@@ -16,6 +16,7 @@ from training.build import Text, assemble, build_suite, check_same_text, read_te
 from training.check import check
 from training.checkpoint.contents import is_scored, load_model
 from training.checkpoint.folders import Saved
+from training.checkpoint.remote import Folder, folder_at
 from training.checkpoint.store import SaveFailed, Store, find, find_intact
 from training.config import Config, Load
 from training.data.batches import BatchFailed
@@ -137,6 +138,9 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     finally:
         run.writers.close()
     disconnect()
+    if run.checkpoints.mirror is not None:
+        place.console.say(f"waiting for the copies at {config.checkpoint.mirror}")
+        run.checkpoints.mirror.finish()
     return FINISHED if stopped is None else say_stopped(place, stopped, run.status.checkpoint)
 
 
@@ -144,10 +148,12 @@ def open_folder(config: Config, place: Place, text: Text) -> Saved | None:
     """Decides what may be done with the run's folder; its newest checkpoint if the run goes on. Raises Refusal."""
     assert config.steps is not None
     folder, steps = place.folder, config.steps
-    saved = Store(folder.checkpoints, Ranks.alone()).newest()
+    saved = newest_of("checkpoint.dir", folder.checkpoints)
     info = saved.info if saved is not None else folder.saved_info()
     claimed = claim(folder, config, info and saved_values(info, config), saved is not None)
     problems = claimed.problems + writers.problems(config.metrics)
+    if saved is None and config.checkpoint.mirror is not None:
+        problems += only_copies(config.checkpoint.mirror, folder)
     if saved is not None:
         problems += text_problems(config, saved, text)
         if saved.step > steps and "steps" not in {problem.key for problem in problems}:
@@ -171,6 +177,25 @@ def open_folder(config: Config, place: Place, text: Text) -> Saved | None:
         for difference in claimed.changed:
             place.console.say(f"changed since the last start: {difference}")
     return saved
+
+
+def newest_of(key: str, checkpoints: Folder) -> Saved | None:
+    """The newest complete checkpoint. Raises Refusal where one cannot look."""
+    try:
+        return Store(checkpoints, Ranks.alone()).newest()
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror or error}"
+        raise Refusal([Problem(key, checkpoints, reason, f"{key}=<a folder or URL that can be read>")]) from error
+
+
+def only_copies(mirror: str, folder: RunFolder) -> list[Problem]:
+    """A run whose checkpoints are lost here is not begun anew over their copies."""
+    saved = newest_of("checkpoint.mirror", folder_at(mirror))
+    if saved is None:
+        return []
+    reason = f"has step {saved.step:,} of a run, and {folder.checkpoints} has no checkpoint"
+    instead = f"`python -m scripts.checkpoints copy {mirror} {folder.checkpoints}` to go on, or another mirror"
+    return [Problem("checkpoint.mirror", mirror, reason, instead)]
 
 
 def tokenizer_problems(saved: Saved, tokenizer: Tokenizer) -> list[Problem]:

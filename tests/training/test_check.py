@@ -94,6 +94,8 @@ def test_the_default_is_right() -> None:
         ("checkpoint__permanent_steps", [0, 20], "checkpoint.permanent_steps=[20]"),
         ("checkpoint__ephemeral_every", -1, "checkpoint.ephemeral_every=0"),
         ("checkpoint__every_minutes", 0.0, "checkpoint.every_minutes="),
+        ("checkpoint__dir", "s4://bucket/a", "s3://bucket/prefix"),
+        ("checkpoint__dir", "s3://key:secret@bucket/a", "credentials in the environment"),
         ("checkpoint__keep_best", "heldout.los", "checkpoint.keep_best=heldout.loss or "),
         ("checkpoint__keep_best", "heldout", "checkpoint.keep_best=continuation.accuracy checkpoint.best_is=highest"),
         ("checkpoint__keep_best", "continuation.accuracy", "checkpoint.best_is=highest"),
@@ -131,6 +133,13 @@ def test_one_problem_with_what_to_write(key: str, value: Any, instead: str) -> N
     found = list(problems(**{key: value}).values())
     assert len(found) == 1, found
     assert instead in found[0].instead
+
+
+def test_a_secret_in_a_url_is_not_said() -> None:
+    for key in ("dir", "load", "mirror"):
+        given: dict[str, Any] = {f"checkpoint__{key}": "s3://me:hunter2@bucket/run"}
+        found = problems(**given)
+        assert list(found) == [f"checkpoint.{key}"] and "hunter2" not in str(found[f"checkpoint.{key}"])
 
 
 def test_mup_is_for_adam() -> None:

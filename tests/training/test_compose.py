@@ -277,7 +277,7 @@ def test_what_a_config_names_must_be_there(argv: list[str], key: str) -> None:
 def test_a_run_that_goes_on_no_longer_needs_what_it_started_from(tmp_path: Path) -> None:
     words = [f"out={tmp_path}", "checkpoint.load=/nowhere"]
     assert [problem.key for problem in refused(*words)] == ["checkpoint.load"]
-    own = folders.folder_of(tmp_path / "gpt2_nano" / "checkpoints", 5)
+    own = tmp_path / "gpt2_nano" / "checkpoints" / "step-000005"
     own.mkdir(parents=True)
     (own / folders.TENSOR_INDEX).write_text("index")
     folders.complete(own, 5, {}, {})
@@ -444,7 +444,7 @@ def test_check_only_tells_of_the_stages_and_the_bubble(tmp_path: Path) -> None:
     told = "\n".join(told_of(*layout, "model.layers=8", "micro_batch=1"))
     assert " layer 0, embedding " in told and " layer 7, head " in told
     assert "# bubble: " in told and "planned GiB" in told and "MB a step" in told
-    own = folders.folder_of(tmp_path / "checkpoints", 5)
+    own = tmp_path / "checkpoints" / "step-000005"
     own.mkdir(parents=True)
     (own / folders.TENSOR_INDEX).write_text("index")
     folders.complete(own, 5, {}, {})

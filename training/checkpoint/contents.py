@@ -12,6 +12,7 @@ from models.decoder import Decoder
 from parallel.apply import Spread
 from parallel.values import check_values
 from training.checkpoint.folders import Saved
+from training.checkpoint.mirror import Mirror
 from training.checkpoint.retention import EPHEMERAL, Policy
 from training.checkpoint.store import SaveFailed, Store
 from training.config import Best, CheckpointConfig, Load
@@ -43,6 +44,7 @@ class Checkpoints:
     spread: Spread
     optimizer: Optimizer
     about: dict[str, Any]  # what stays the same over the run: config, versions, tokenizer
+    mirror: Mirror | None = None  # of rank 0, with checkpoint.mirror
 
     def state(self) -> dict[str, Tensor]:
         copies = tuple(f"{name}." for name in self.spread.model.copies)
@@ -53,10 +55,6 @@ class Checkpoints:
             | {OPTIMIZER + name: value for name, value in optimizer.items()}
             | {POWERSGD + name: value for name, value in powersgd.items()}
         )
-
-    @property
-    def policy(self) -> Policy:
-        return Policy(self.config.keep, self.config.keep_best, self.config.best_is is Best.highest)
 
     def kind_due(self, step: int, clock_due: bool) -> str | None:
         """What is to be saved after this step: scheduled | ephemeral. clock_due: checkpoint.every_minutes is over."""
@@ -69,7 +67,9 @@ class Checkpoints:
         untouched then."""
         permanent = kind == "final" or self._is_permanent(step)
         saved = self._write(step, tokens, skipped_steps, kind, permanent)
-        self.store.prune(self.policy)
+        self.store.prune(policy_of(self.config))
+        if self.mirror is not None:
+            self.mirror.saved()
         return saved
 
     def _is_permanent(self, step: int) -> bool:
@@ -115,6 +115,10 @@ class Checkpoints:
         if report.different:
             raise SaveFailed(0, step, str(saved.folder), f"read back, these differ: {', '.join(report.different)}")
         return seconds, report.seconds
+
+
+def policy_of(config: CheckpointConfig) -> Policy:
+    return Policy(config.keep, config.keep_best, config.best_is is Best.highest)
 
 
 def _multiple(step: int, every: int) -> bool:

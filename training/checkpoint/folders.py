@@ -1,4 +1,4 @@
-"""A checkpoint on disk: a folder that counts only when it is whole.
+"""A checkpoint on a disk or at a URL: a folder that counts only when it is whole.
 
     step-000500/
       __0_0.distcp ...   tensors, written by torch.distributed.checkpoint
@@ -16,14 +16,24 @@ import hashlib
 import json
 import logging
 import re
-import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint.storage import File, copy_file, fault, hash_bytes, hash_file
-from training.files import write_bytes, write_json
+from training.checkpoint.remote import WAITS, Folder, Remote, folder_at
+from training.checkpoint.storage import (
+    File,
+    copy_file,
+    fault,
+    folders_in,
+    hash_bytes,
+    hash_file,
+    remove_folder,
+    sizes,
+    write_bytes,
+)
 from training.refusal import Problem
 
 FORMAT = 2  # 1 had no checksums
@@ -42,7 +52,7 @@ class Saved:
     """A complete checkpoint. `info` is what the run said about itself when it saved, `files` what it has saved."""
 
     step: int
-    folder: Path
+    folder: Folder
     info: dict[str, Any]
     permanent: bool
     files: Mapping[str, File] = field(default_factory=dict)
@@ -52,19 +62,17 @@ class Broken(OSError):
     """The folder is not a whole checkpoint; the text says why."""
 
 
-def folder_of(checkpoints: Path, step: int) -> Path:
+def folder_of(checkpoints: Folder, step: int) -> Folder:
     return checkpoints / f"step-{step:06d}"
 
 
-def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
+def steps_in(checkpoints: Folder) -> list[tuple[int, Folder]]:
     """Every checkpoint's folder, whole or not, by number and oldest first."""
-    if not checkpoints.is_dir():
-        return []
-    found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in checkpoints.iterdir() if path.is_dir()]
-    return sorted((int(match[1]), path) for match, path in found if match)
+    found = [(re.fullmatch(r"step-(\d+)", folder.name), folder) for folder in folders_in(checkpoints)]
+    return sorted(((int(match[1]), folder) for match, folder in found if match), key=lambda one: one[0])
 
 
-def is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Folder) -> bool:
     """Whether the folder is meant to be one checkpoint, whole or not."""
     return re.fullmatch(r"step-\d+", folder.name) is not None or (folder / MANIFEST).exists()
 
@@ -74,7 +82,7 @@ def is_inside(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
 
 
-def read(folder: Path) -> Saved:
+def read(folder: Folder) -> Saved:
     """The checkpoint in the folder. Its marker, its manifest, the size of each file and the checksum of the index are
     looked at. Raises Broken."""
     try:
@@ -112,21 +120,26 @@ def _fields(about: Any) -> tuple[int, str | None]:
     return (about, None) if isinstance(about, int) else (about["size"], about["xxh128"])
 
 
-def _why_no_marker(folder: Path) -> str:
+def _why_no_marker(folder: Folder) -> str:
     try:
-        return f"it was found damaged: {(folder / DAMAGED).read_text().strip()}"
+        return f"it was found damaged: {(folder / DAMAGED).read_bytes().decode().strip()}"
     except FileNotFoundError:
         return "the save did not end"
 
 
-def _check_files(folder: Path, files: Mapping[str, File]) -> None:
+def _check_files(folder: Folder, files: Mapping[str, File]) -> None:
     """Sizes, and the whole index. Raises Broken and FileNotFoundError."""
+    found_sizes = sizes(folder, files)
     for name, saved in files.items():
-        found = File((folder / name).stat().st_size, saved.xxh128)
+        found = File(found_sizes[name], saved.xxh128)
         if name == TENSOR_INDEX and found.size == saved.size:
             found = hash_bytes((folder / name).read_bytes())
         if what := fault(found, saved):
             raise Broken(f"{name} {what}")
+
+
+def as_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
 
 
 def _sha256(data: bytes) -> str:
@@ -137,13 +150,24 @@ def _marker(manifest: bytes) -> bytes:
     return f"{_sha256(manifest)}\n".encode()
 
 
-def complete(folder: Path, step: int, info: dict[str, Any], files: Mapping[str, File]) -> Saved:
+def complete(folder: Folder, step: int, info: dict[str, Any], files: Mapping[str, File]) -> Saved:
     """Makes a checkpoint of a folder that has its files: manifest, a look at the files, marker. Raises OSError."""
     about = {name: asdict(file) for name, file in files.items()}
-    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "info": info, "files": about})
-    _check_files(folder, files)
-    write_bytes(folder / MARKER, _marker((folder / MANIFEST).read_bytes()))
+    manifest = as_json({"format": FORMAT, "step": step, "info": info, "files": about})
+    write_bytes(folder / MANIFEST, manifest)
+    _check_written(folder, files)
+    write_bytes(folder / MARKER, _marker(manifest))
     return read(folder)
+
+
+def _check_written(folder: Folder, files: Mapping[str, File]) -> None:
+    """An object store may show late what was written to it. Raises OSError."""
+    for wait in WAITS if isinstance(folder, Remote) else ():
+        try:
+            return _check_files(folder, files)
+        except (Broken, FileNotFoundError):
+            time.sleep(wait)
+    _check_files(folder, files)
 
 
 def condemn(saved: Saved, reason: str) -> None:
@@ -153,12 +177,12 @@ def condemn(saved: Saved, reason: str) -> None:
     (saved.folder / MARKER).unlink(missing_ok=True)
 
 
-def checkpoints_of(path: Path) -> Path:
+def checkpoints_of(path: Folder) -> Folder:
     """The folder of checkpoints of a run's folder; else the folder itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def newest(checkpoints: Path, before: int | None = None) -> Saved | None:
+def newest(checkpoints: Folder, before: int | None = None) -> Saved | None:
     """The newest whole checkpoint, of those before a step if one is given. Newer ones that are broken are named in a
     warning."""
     for step, folder in reversed(steps_in(checkpoints)):
@@ -174,7 +198,7 @@ def newest(checkpoints: Path, before: int | None = None) -> Saved | None:
 def find(path: str, before: int | None = None) -> Saved | Problem:
     """The checkpoint that checkpoint.load names: one checkpoint's folder, or the newest complete one of a run's folder
     or of a folder of checkpoints, of those before a step if one is given; else why there is none."""
-    folder = Path(path)
+    folder = folder_at(path)
     kinds = "the folder of a run, its folder of checkpoints, or one checkpoint (step-000500)"
     if not folder.is_dir():
         return Problem("checkpoint.load", path, "there is no such folder", kinds)
@@ -196,7 +220,7 @@ def find(path: str, before: int | None = None) -> Saved | Problem:
     )
 
 
-def whole(checkpoints: Path) -> list[Saved]:
+def whole(checkpoints: Folder) -> list[Saved]:
     """Every whole checkpoint, oldest first."""
     found = []
     for _, folder in steps_in(checkpoints):
@@ -212,13 +236,13 @@ def make_permanent(saved: Saved) -> Saved:
     return read(saved.folder)
 
 
-def remove(folder: Path) -> None:
+def remove(folder: Folder) -> None:
     """Deletes a checkpoint, its marker first: cut short at any point, what is left does not count. Raises OSError."""
     (folder / MARKER).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    remove_folder(folder)
 
 
-def read_scores(folder: Path) -> dict[str, Any] | None:
+def read_scores(folder: Folder) -> dict[str, Any] | None:
     """The scores, or None where there are none or the file is damaged: they can be computed again."""
     try:
         return json.loads((folder / SCORES).read_bytes())
@@ -226,11 +250,11 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def write_scores(folder: Path, scores: dict[str, Any]) -> None:
-    write_json(folder / SCORES, scores)
+def write_scores(folder: Folder, scores: dict[str, Any]) -> None:
+    write_bytes(folder / SCORES, as_json(scores))
 
 
-def copy(saved: Saved, checkpoints: Path) -> Saved:
+def copy(saved: Saved, checkpoints: Folder) -> Saved:
     """Copies a checkpoint into a folder of checkpoints, its marker last. Each file is hashed as it is read and again
     from where it was written. Raises OSError, and Broken where a file is not what was saved."""
     target = folder_of(checkpoints, saved.step)

@@ -1,11 +1,11 @@
 """Whether a checkpoint fits a state: told by name, all of it at once, before a tensor is read."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from training.checkpoint.folders import MANIFEST
+from training.checkpoint.remote import Folder
 from training.checkpoint.tensors import State, Stored
 from training.refusal import Problem
 
@@ -62,7 +62,7 @@ def _union(lists: list[list[str]]) -> list[str]:
     return sorted({entry for entries in lists for entry in entries})
 
 
-def name_problems(folder: Path, found: Mismatch) -> list[Problem]:
+def name_problems(folder: Folder, found: Mismatch) -> list[Problem]:
     instead = f"the model and optimizer it was saved with: info.config in its {MANIFEST}"
     problems = []
     if found.missing:
@@ -73,7 +73,7 @@ def name_problems(folder: Path, found: Mismatch) -> list[Problem]:
     return problems
 
 
-def value_problems(folder: Path, found: Mismatch) -> list[Problem]:
+def value_problems(folder: Folder, found: Mismatch) -> list[Problem]:
     problems = []
     if found.shapes:
         instead = f"the model keys of {folder / MANIFEST} (info.config)"

@@ -4,13 +4,18 @@ The checksum is xxh128 (Yann Collet's xxHash): it finds damage at the speed of m
 is written. It does not find forgery: whoever can write to the folder can also write another manifest.
 """
 
+import errno
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128
+
+from training import files
+from training.checkpoint.remote import Folder, Remote
 
 READ_BYTES = 1 << 24  # at a time
 
@@ -55,29 +60,64 @@ class Hashed:
         return File(self.size, self.hash.hexdigest())
 
 
-def hash_file(path: Path) -> File:
+def hash_file(path: Folder) -> File:
     """Reads the whole file. Raises OSError."""
     size, found = 0, xxh3_128()
-    with open(path, "rb") as stream:
+    with path.open("rb") as stream:
         while part := stream.read(READ_BYTES):
             found.update(part)
             size += len(part)
     return File(size, found.hexdigest())
 
 
-def copy_file(source: Path, target: Path) -> File:
-    """What was read. The copy is on the disk when this returns. Raises OSError."""
-    with open(source, "rb") as stream, open(target, "wb") as copy:
+def hash_bytes(data: bytes) -> File:
+    return File(len(data), xxh3_128(data).hexdigest())
+
+
+def copy_file(source: Folder, target: Folder) -> File:
+    """What was read. The copy is safe when this returns. Raises OSError."""
+    with source.open("rb") as stream, target.open("wb") as copy:
         hashed = Hashed(copy)
         while part := stream.read(READ_BYTES):
             hashed.write(part)
-        hashed.flush()
-        os.fsync(hashed.fileno())
+        if isinstance(target, Path):
+            hashed.flush()
+            os.fsync(hashed.fileno())
     return hashed.file()
 
 
-def hash_bytes(data: bytes) -> File:
-    return File(len(data), xxh3_128(data).hexdigest())
+def write_bytes(path: Folder, data: bytes) -> None:
+    """The file is there with all of this, or as it was before. Raises OSError."""
+    if isinstance(path, Remote):
+        path.write_bytes(data)
+    else:
+        files.write_bytes(path, data)
+
+
+def sizes(folder: Folder, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of each of these files. On a disk each is looked at, since in a listing other hosts' files may be late.
+    Raises FileNotFoundError with the first that is missing."""
+    if isinstance(folder, Path):
+        return {name: (folder / name).stat().st_size for name in names}
+    listed = folder.sizes()
+    for name in names:
+        if name not in listed:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / name))
+    return {name: listed[name] for name in names}
+
+
+def folders_in(folder: Folder) -> list[Folder]:
+    if isinstance(folder, Remote):
+        return list(folder.folders())
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+def remove_folder(folder: Folder) -> None:
+    """Raises OSError."""
+    if isinstance(folder, Remote):
+        folder.remove_folder()
+    else:
+        shutil.rmtree(folder)
 
 
 def fault(found: File, saved: File) -> str:
@@ -89,10 +129,10 @@ def fault(found: File, saved: File) -> str:
     return ""
 
 
-def faults(folder: Path, files: Mapping[str, File]) -> list[str]:
+def faults(folder: Folder, saved_files: Mapping[str, File]) -> list[str]:
     """What is wrong with the files, each read whole."""
     wrong = []
-    for name, saved in files.items():
+    for name, saved in saved_files.items():
         try:
             what = fault(hash_file(folder / name), saved)
         except FileNotFoundError:

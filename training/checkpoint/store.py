@@ -13,6 +13,7 @@ from typing import Any
 
 from training.checkpoint import folders, matching, storage, tensors
 from training.checkpoint.folders import Broken, Saved
+from training.checkpoint.remote import Folder, folder_at
 from training.checkpoint.retention import EPHEMERAL, Policy, StepInfo, score_of, to_delete
 from training.checkpoint.tensors import RestoreReport, State, TensorsFailed
 from training.ranks import Ranks
@@ -37,10 +38,10 @@ class SaveFailed(Exception):
 class Store:
     """The checkpoints in one folder, which need not exist before the first save.
 
-    folder: the same on every rank, on a file system that all hosts share.
+    folder: the same on every rank, at a URL or on a file system that all hosts share.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
+    def __init__(self, folder: Folder, ranks: Ranks) -> None:
         self.folder = folder
         self.ranks = ranks
 
@@ -123,11 +124,12 @@ class Store:
     def prune(self, policy: Policy) -> None:
         """Deletes what `to_delete` names, and older folders of saves and deletions that did not end. What cannot be
         deleted is named in a warning. Before anything goes, the newest checkpoint is read whole; raises SaveFailed, on
-        every rank and with nothing deleted, where it is not what was saved."""
+        every rank and with nothing deleted, where it is not what was saved. At a URL, where that would be a download
+        for each save, its sizes are looked at: the server has compared checksums of what it was sent."""
         newest, unwanted = self.ranks.first_does(lambda: unwanted_folders(self.folder, policy))
         if newest is None or not unwanted:
             return
-        if faults := self.verify(newest):
+        if isinstance(self.folder, Path) and (faults := self.verify(newest)):
             self.ranks.first_does(partial(_condemn, newest, "; ".join(faults)))
             raise SaveFailed(0, newest.step, str(newest.folder), f"read back, {'; '.join(faults)}")
         self.ranks.first_does(lambda: _try_to_remove(*unwanted))
@@ -160,7 +162,7 @@ def find_intact(path: str, ranks: Ranks) -> Saved:
     saved = find(path, ranks)
     while faults := Store(saved.folder.parent, ranks).verify(saved):
         why = "; ".join(faults)
-        named = saved.folder == Path(path)
+        named = saved.folder == folder_at(path)
         older = None if named else ranks.first_does(partial(folders.find, path, saved.step))
         if not isinstance(older, Saved):
             instead = "another checkpoint, or a whole copy of this one"
@@ -171,7 +173,7 @@ def find_intact(path: str, ranks: Ranks) -> Saved:
     return saved
 
 
-def _make_room(folder: Path, info: dict[str, Any]) -> Saved | None:
+def _make_room(folder: Folder, info: dict[str, Any]) -> Saved | None:
     """The run's complete checkpoint that is there already; else an empty folder in the place of what may be there.
     Raises FileExistsError where another run's is."""
     if folder.exists():
@@ -187,13 +189,13 @@ def _make_room(folder: Path, info: dict[str, Any]) -> Saved | None:
     return None
 
 
-def _save_failed(step: int, folder: Path, error: OSError | TensorsFailed) -> SaveFailed:
+def _save_failed(step: int, folder: Folder, error: OSError | TensorsFailed) -> SaveFailed:
     if isinstance(error, TensorsFailed):
         return SaveFailed(error.rank, step, error.file, error.reason)
     return SaveFailed(0, step, str(error.filename or folder), error.strerror or str(error))
 
 
-def unwanted_folders(checkpoints: Path, policy: Policy) -> tuple[Saved | None, list[Path]]:
+def unwanted_folders(checkpoints: Folder, policy: Policy) -> tuple[Saved | None, list[Folder]]:
     """The newest complete checkpoint, and the folders that may go once it is known to be intact."""
     there = folders.whole(checkpoints)
     if not there:
@@ -221,7 +223,7 @@ def _condemn(saved: Saved, why: str) -> None:
         log.warning("%s could not be marked as damaged: %s", saved.folder, error)
 
 
-def _try_to_remove(*unwanted: Path) -> None:
+def _try_to_remove(*unwanted: Folder) -> None:
     for folder in unwanted:
         try:
             folders.remove(folder)

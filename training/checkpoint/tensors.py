@@ -4,18 +4,20 @@ A state is flat: names to tensors, plain (the same on every rank) or DTensors (e
 is the global tensor, so any layout reads what any other has written. DCP takes seconds to import: the first call does.
 """
 
+import pickle
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from training.checkpoint.folders import TENSOR_INDEX
-from training.checkpoint.storage import File, Hashed
+from training.checkpoint.remote import Folder
+from training.checkpoint.storage import File, Hashed, hash_bytes, write_bytes
 from training.ranks import Ranks
 
 State = Mapping[str, torch.Tensor]
@@ -40,7 +42,7 @@ class Stored:
 
 
 @contextmanager
-def _failures(folder: Path) -> Iterator[None]:
+def _failures(folder: Folder) -> Iterator[None]:
     """Turns DCP's exception, a BaseException that every rank raises, into TensorsFailed."""
     from torch.distributed.checkpoint import CheckpointException
 
@@ -56,24 +58,17 @@ def _failures(folder: Path) -> Iterator[None]:
         raise TensorsFailed(rank, str(folder), f"{type(error).__name__}: {error}") from failure
 
 
-def write(folder: Path, state: State, ranks: Ranks) -> dict[str, File]:
+def write(folder: Folder, state: State, ranks: Ranks) -> dict[str, File]:
     """Writes the state of all ranks into an empty folder. Returns the files of all ranks, on every rank. Raises
     TensorsFailed.
 
     A replicated tensor is written once, and the ranks share that work. Each rank hashes what it writes.
     """
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.filesystem import FileSystem
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
     written: dict[str, File] = {}
-
-    class Hashing(FileSystem):
-        @contextmanager
-        def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-            with super().create_stream(path, mode) as stream:
-                hashed = Hashed(stream)
-                yield hashed
-                written[Path(path).name.removesuffix(".tmp")] = hashed.file()  # DCP renames its index
 
     class Writer(dcp.FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
@@ -84,14 +79,52 @@ def write(folder: Path, state: State, ranks: Ranks) -> dict[str, File]:
                     raise error.__context__ from None
                 raise
 
+        def finish(self, metadata: Metadata, results: list[Any]) -> None:
+            """As DCP's own, but hashed, without this machine's paths, and renamed only where that is possible."""
+            parts = {part.index: part.storage_data for of_rank in results for part in of_rank}
+            metadata = replace(
+                metadata, version=CURRENT_DCP_VERSION, storage_data=parts, storage_meta=StorageMeta(modules=[])
+            )
+            data = pickle.dumps(metadata)
+            write_bytes(folder / TENSOR_INDEX, data)
+            written[TENSOR_INDEX] = hash_bytes(data)
+
     with _failures(folder):
-        writer = Writer(folder)
-        writer.fs = Hashing()
+        writer = Writer(".", sync_files=isinstance(folder, Path))
+        writer.path, writer.fs = folder, _files(written)  # type: ignore[assignment]
         dcp.save(dict(state), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     return {name: file for one in ranks.gather(written) for name, file in one.items()}
 
 
-def _reader(folder: Path) -> Any:
+def _files(written: dict[str, File]) -> Any:
+    """DCP's file system, for URLs too. What is written through it is put in `written`."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class Files(FileSystem):
+        @contextmanager
+        def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+            with path.open(mode) as stream:
+                if mode != "wb":
+                    yield stream
+                    return
+                hashed = Hashed(stream)
+                yield hashed
+            written[path.name] = hashed.file()
+
+        def concat_path(self, path: Any, suffix: str) -> Any:
+            return path / suffix
+
+        def mkdir(self, path: Any) -> None:
+            path.mkdir(parents=True, exist_ok=True)
+
+        def exists(self, path: Any) -> bool:
+            """The folder is empty."""
+            return False
+
+    return Files()
+
+
+def _reader(folder: Folder) -> Any:
     """DCP's reader of a folder, with an index that runs no code. Its tensors are read with weights_only."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -104,10 +137,12 @@ def _reader(folder: Path) -> Any:
             index.storage_meta = StorageMeta(load_id=self.load_id)
             return index
 
-    return Reader(folder)
+    reader = Reader(".")
+    reader.path, reader.fs = folder, _files({})  # type: ignore[assignment]
+    return reader
 
 
-def describe(folder: Path) -> dict[str, Stored]:
+def describe(folder: Folder) -> dict[str, Stored]:
     """Names, global shapes and dtypes of the tensors in a folder. Reads the index only. Raises OSError."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -119,7 +154,7 @@ def describe(folder: Path) -> dict[str, Stored]:
     }
 
 
-def read(folder: Path, state: State, ranks: Ranks) -> None:
+def read(folder: Folder, state: State, ranks: Ranks) -> None:
     """Fills the tensors of the state in place; the folder must have each at its global shape. Raises TensorsFailed."""
     import torch.distributed.checkpoint as dcp
 
@@ -127,7 +162,7 @@ def read(folder: Path, state: State, ranks: Ranks) -> None:
         dcp.load(dict(state), storage_reader=_reader(folder), process_group=ranks.group, no_dist=ranks.group is None)
 
 
-def pairs(one: Path, other: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def pairs(one: Folder, other: Folder, names: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """These tensors of two folders, whole, in one process; about ROUND_BYTES of each are in memory at a time. Raises
     OSError and TensorsFailed."""
     kinds = [describe(folder) for folder in (one, other)]
@@ -150,7 +185,7 @@ class RestoreReport:
 
 
 @torch.no_grad()
-def compare(folder: Path, state: State, ranks: Ranks) -> RestoreReport:
+def compare(folder: Folder, state: State, ranks: Ranks) -> RestoreReport:
     """Reads the folder into memory of its own, ROUND_BYTES at a time, and compares it with the state bit by bit."""
     groups = _groups(state)
     seconds = 0.0

@@ -230,7 +230,7 @@ def test_damaged_scores_can_be_computed_again(whole_ones: Path, tmp_path: Path) 
     assert store.scores(saved) is None
     store.write_scores(saved, {"heldout": {"bits_per_byte": 1.23456789012345678}})
     assert store.scores(saved) == {"heldout": {"bits_per_byte": 1.23456789012345678}}
-    halve(saved.folder / "scores.json")
+    halve(tmp_path / "checkpoints" / "step-001000" / "scores.json")
     assert store.scores(saved) is None
     assert store.newest() == saved
 

@@ -1,6 +1,7 @@
 import math
 import os
 import resource
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +31,7 @@ def save_and_find(folder: Path) -> None:
     assert store.newest() == store.all()[-1]
     for path, step in [("run", 10), ("run/checkpoints", 10), ("run/checkpoints/step-000009", 9)]:
         assert find(str(folder / path), Ranks.alone()).step == step
-    store.all()[0].folder.rename(folder / "best")
+    Path(str(store.all()[0].folder)).rename(folder / "best")
     assert find(str(folder / "best"), Ranks.alone()).step == 9
 
 
@@ -108,7 +109,7 @@ def stop_a_deletion(folder: Path) -> None:
     def refuse(path: Path) -> NoReturn:
         raise PermissionError(13, "Permission denied", str(path))
 
-    with mock.patch.object(folders.shutil, "rmtree", refuse):
+    with mock.patch.object(shutil, "rmtree", refuse):
         store.prune(Policy(1))
     assert [saved.step for saved in store.all()] == [2]
     assert sorted(os.listdir(folder)) == ["step-000001", "step-000002"]
@@ -271,7 +272,7 @@ def disk_full_at_the_manifest(folder: Path) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     with (
-        mock.patch.object(folders, "write_json", full_disk),
+        mock.patch.object(folders, "write_bytes", full_disk),
         pytest.raises(SaveFailed, match=r"rank 0 failed on .*manifest.json: No space left on device"),
     ):
         store.save(2, state("plain", 2, 2), {})
