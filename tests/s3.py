@@ -58,10 +58,7 @@ def serve(folder: Path) -> Iterator[Server]:
         wait_for(endpoint)
         yield Server(endpoint)
     finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
+        process.kill()  # nothing of it is wanted
         process.wait()
 
 

@@ -187,6 +187,20 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         run_ranks(1, logits_on, LAYOUTS["single"], MODELS["gpt2"], tmp_path, random_tokens(MODELS["gpt2"], 1, 4))
 
 
+def test_an_index_that_names_a_file_elsewhere_is_not_followed(tmp_path: Path) -> None:
+    """Weights are read from the folder's own *.safetensors, whatever model.safetensors.index.json says."""
+    save_theirs(MODELS["gpt2"], tmp_path / "theirs")
+    (tmp_path / "elsewhere").mkdir()
+    for file in (tmp_path / "theirs").glob("*.safetensors"):
+        file.rename(tmp_path / "elsewhere" / file.name)
+    path = tmp_path / "theirs" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = {name: f"../elsewhere/{file}" for name, file in index["weight_map"].items()}
+    path.write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match=r"has no \*\.safetensors"):
+        huggingface.Weights(tmp_path / "theirs")
+
+
 def test_a_model_without_a_family_is_not_exported(runs: Runs) -> None:
     assert "model.x0=true" in export_problem(tiny(x0=True))
     (outcome,) = runs.start("no-family", "checkpoint.export_hf=true model.x0=true")

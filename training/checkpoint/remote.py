@@ -106,7 +106,7 @@ def _filesystem(protocol: str) -> Any:
 
     options: dict[str, Any] = {"use_listings_cache": False}  # other ranks and runs write there too
     if protocol == "s3":
-        options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": 8}, "connect_timeout": 20}
+        options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": 4}, "connect_timeout": 20}
     return fsspec.filesystem(protocol, **options)
 
 

@@ -16,6 +16,7 @@ from urllib.error import HTTPError
 
 import pytest
 
+from scripts.checkpoints import main
 from tests import s3
 from tests.ranks import run_ranks
 from tests.runs.drive import REFUSED, Runs, hit_in_step
@@ -156,6 +157,31 @@ def test_a_store(bucket: str) -> None:
     run_ranks(2, go_through_a_run, bucket, group=True, timeout=120)
 
 
+def look_after(place: str) -> list[int]:
+    store = Store(Remote(f"{place}/checkpoints"), Ranks.alone())
+    for step in (1, 2, 3):
+        store.save(step, state("plain", 1, step), {"kind": "scheduled", "config": {"checkpoint.keep": 3}})
+    target = f"{place}/copies"
+    commands = [
+        ("list", place),
+        ("verify", place),
+        ("diff", place, f"{place}/checkpoints/step-000001"),
+        ("copy", place, target),
+        ("verify", target),
+        ("prune", place, "--keep", "1", "--yes"),
+    ]
+    codes = [main(list(words)) for words in commands]
+    assert [saved.step for saved in store.all()] == [3]
+    damage_one = Remote(f"{target}/step-000003/__0_0.distcp")
+    damage_one.write_bytes(damage_one.read_bytes()[:-1] + b"!")
+    return [*codes, main(["verify", target])]
+
+
+@needs_server
+def test_the_script(bucket: str) -> None:
+    assert run_ranks(1, look_after, bucket) == [[0, 0, 1, 0, 0, 0, 1]]
+
+
 def list_many(place: str) -> None:
     files = remote._filesystem("s3")
     many = {f"{place}/step-000001/file-{number:04d}".removeprefix("s3://"): b"x" for number in range(1001)}
@@ -245,9 +271,8 @@ def save_and_load(place: str) -> None:
 
 
 @needs_server
-@pytest.mark.parametrize(
-    "how", ["503", *(pytest.param(how, marks=pytest.mark.slow) for how in ("500", "slow", "truncated"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["500", "503", "slow", "truncated"])
 def test_a_server_that_fails_at_first(
     server: s3.Server, bucket: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -262,6 +287,7 @@ def test_a_server_that_fails_at_first(
 
 
 @needs_server
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoints(runs: Runs, bucket: str) -> None:
     words = f"checkpoint.dir={bucket} checkpoint.keep=2 parallel=fsdp2"
     outcomes = runs.start("at-a-url", words, partial(hit_in_step, 7, SIGTERM), ranks=2)
@@ -279,7 +305,7 @@ def test_a_run_goes_on_from_its_checkpoints(runs: Runs, bucket: str) -> None:
     ("variables", "reason"),
     [
         ({"AWS_SECRET_ACCESS_KEY": "another-secret"}, "s3://bucket"),
-        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "127.0.0.1:9"),
+        pytest.param({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "127.0.0.1:9", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_be_reached_is_refused_and_no_secret_said(
