@@ -146,12 +146,15 @@ def diff(words: argparse.Namespace) -> int:
     stored = [tensors.describe(saved.folder) for saved in (one, other)]
     both = [name for name in stored[0] if name in stored[1]]
     alike = [name for name in both if stored[0][name].shape == stored[1][name].shape]
-    values: list[dict[str, Any]] = [
-        {"tensor": name, "largest": largest, "relative": relative}
-        for name, a, b in tensors.pairs(one.folder, other.folder, alike)
-        for largest, relative in [difference(a, b)]
-        if relative != 0
-    ]
+    values: list[dict[str, Any]] = []
+    try:
+        for name, a, b in tensors.pairs(one.folder, other.folder, alike):
+            largest, relative = difference(a, b)
+            values += [{"tensor": name, "largest": largest, "relative": relative}] if relative != 0 else []
+    except tensors.TensorsFailed as failure:
+        raise Refusal(
+            [Problem("diff", failure.file, failure.reason, "`verify`, which says what is damaged")]
+        ) from failure
     values.sort(key=lambda line: -line["relative"])
     found = {
         "one": str(one.folder),

@@ -138,10 +138,11 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
     finally:
         run.writers.close()
     disconnect()
+    code = FINISHED if stopped is None else say_stopped(place, stopped, run.status.checkpoint)
     if run.checkpoints.mirror is not None:
         place.console.say(f"waiting for the copies at {config.checkpoint.mirror}")
         run.checkpoints.mirror.finish()
-    return FINISHED if stopped is None else say_stopped(place, stopped, run.status.checkpoint)
+    return code
 
 
 def open_folder(config: Config, place: Place, text: Text) -> Saved | None:

@@ -193,6 +193,8 @@ def test_more_mistakes(run: Path, tmp_path: Path, script: Said) -> None:
     assert "there is no such folder" in script.refused("diff", run, tmp_path / "absent")
     assert "there is no such folder" in script.refused("copy", tmp_path / "absent", tmp_path)
     assert "--keep" in script.refused("prune", run, "--keep", -1)
+    (step(run, 20) / "__0_0.distcp").write_bytes(bytes((step(run, 20) / "__0_0.distcp").stat().st_size))
+    assert "`verify`" in script.refused("diff", step(run, 20), run)
     assert "is one checkpoint" in script.refused("prune", step(run, 10))
     (tmp_path / "file").touch()
     assert "Not a directory" in script.refused("copy", run, tmp_path / "file")

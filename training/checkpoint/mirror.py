@@ -4,6 +4,7 @@ Nothing is kept in memory that matters: each pass compares the two folders, so t
 nothing but the time.
 """
 
+import errno
 import logging
 import threading
 
@@ -18,9 +19,11 @@ log = logging.getLogger(__name__)
 
 def copy_missing(source: Folder, target: Folder, policy: Policy) -> None:
     """One pass: copies the newest checkpoint and the permanent ones that are not there, and scores that came later;
-    then deletes at the target what the policy lets go. Raises OSError."""
+    then deletes at the target what the policy lets go. Raises OSError, also where the target is another run's."""
     here = folders.whole(source)
     there = {saved.step: saved for saved in folders.whole(target)}
+    if others := {_run(saved) for saved in there.values()} - {_run(saved) for saved in here[-1:]}:
+        raise FileExistsError(errno.EEXIST, f"it has checkpoints of another run, {others.pop()}", str(target))
     for saved in reversed(here):  # the newest first: it is the one a restart needs
         if saved.step in there:
             _copy_scores(saved, there[saved.step])
@@ -28,6 +31,10 @@ def copy_missing(source: Folder, target: Folder, policy: Policy) -> None:
             _copy(saved, target)
     for folder in unwanted_folders(target, policy)[1]:
         folders.remove(folder)
+
+
+def _run(saved: Saved) -> str:
+    return str(saved.info.get("config", {}).get("name"))
 
 
 def _copy(saved: Saved, target: Folder) -> None:

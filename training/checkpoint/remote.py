@@ -8,6 +8,7 @@ AWS_ENDPOINT_URL, profiles, roles); none is ever in a URL, and so in no config, 
 import errno
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,7 +42,9 @@ class Remote:
         return Remote(self.url.rpartition("/")[0])
 
     def exists(self) -> bool:
-        return self._try(lambda files: bool(files.exists(self.url)))
+        """Whether it is a file, or a folder with something in it."""
+        is_file = self._try(lambda files: bool(files.isfile(self.url)))
+        return is_file or any(not entry["name"].endswith("/") for entry in self._list())
 
     def is_dir(self) -> bool:
         return self._try(lambda files: bool(files.isdir(self.url)))
@@ -78,7 +81,9 @@ class Remote:
                 raise
 
     def remove_folder(self) -> None:
-        self._try(lambda files: files.rm(self.url, recursive=True))
+        """Nothing happens where there is none."""
+        with suppress(FileNotFoundError):
+            self._try(lambda files: files.rm(self.url, recursive=True))
 
     def open(self, mode: str) -> Any:
         """A stream. Parts of a file are tried again by the protocol's library."""

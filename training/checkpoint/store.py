@@ -81,6 +81,10 @@ class Store:
             step, why = saved.step, "; ".join(faults)
             self.ranks.first_does(partial(_condemn, saved, why))
             saved = self.ranks.first_does(partial(folders.newest, self.folder, step))
+        if saved is not None and self.ranks.rank == 0 and any(file.xxh128 is None for file in saved.files.values()):
+            log.warning(
+                "%s was saved without checksums: only the sizes of its files are known to be right", saved.folder
+            )
         return saved
 
     def verify(self, saved: Saved) -> list[str]:
@@ -100,7 +104,11 @@ class Store:
         Raises Refusal on every rank with all that does not fit, before a tensor is touched. A damaged file is refused
         when it is read; the state is then part old, part new.
         """
-        stored = self.ranks.first_does(lambda: tensors.describe(saved.folder))
+        try:
+            stored = self.ranks.first_does(lambda: tensors.describe(saved.folder))
+        except OSError as error:
+            instead = "another checkpoint, or a whole copy of this one"
+            raise Refusal([Problem("checkpoint", saved.folder, str(error), instead)]) from error
         found = matching.over_ranks(self.ranks.gather(matching.mismatch(state, stored)))
         names = matching.name_problems(saved.folder, found)
         problems = (names if strict else []) + matching.value_problems(saved.folder, found)

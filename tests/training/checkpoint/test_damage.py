@@ -149,7 +149,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (folder / folders.MARKER).write_text(f"{hashlib.sha256(data).hexdigest()}\n")
 
 
-def test_one_without_checksums_is_read_by_its_sizes(whole_ones: Path, tmp_path: Path) -> None:
+def test_one_without_checksums_is_read_by_its_sizes(
+    whole_ones: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As versions before wrote it."""
     folder = tmp_path / "checkpoints" / "step-001000"
     shutil.copytree(whole_ones / "step-001000", folder)
@@ -162,6 +164,7 @@ def test_one_without_checksums_is_read_by_its_sizes(whole_ones: Path, tmp_path: 
     rewrite(folder, of_format_1)
     store = Store(folder.parent, Ranks.alone())
     assert store.newest_intact() is not None
+    assert "step-001000 was saved without checksums" in caplog.text
     halve(folder / "__1_0.distcp")
     assert store.newest_intact() is None
 

@@ -51,6 +51,19 @@ def go_through_passes(folder: Path) -> None:
     assert [saved.step for saved in source.all()] == [1, 2, 3, 4, 5, 6]
 
 
+def copy_over_another(folder: Path) -> None:
+    for name in ("ours", "theirs"):
+        info = {"kind": "scheduled", "config": {"name": name}}
+        Store(folder / name, Ranks.alone()).save(3, {"model.a": torch.zeros(3)}, info)
+    with pytest.raises(FileExistsError, match="checkpoints of another run, theirs"):
+        copy_missing(folder / "ours", folder / "theirs", Policy(0))
+    assert Store(folder / "theirs", Ranks.alone()).all()[0].info["config"] == {"name": "theirs"}
+
+
+def test_another_runs_checkpoints_are_left(tmp_path: Path) -> None:
+    run_ranks(1, copy_over_another, tmp_path)
+
+
 def test_passes(tmp_path: Path) -> None:
     run_ranks(1, go_through_passes, tmp_path)
 

@@ -172,6 +172,7 @@ def look_after(place: str) -> list[int]:
     ]
     codes = [main(list(words)) for words in commands]
     assert [saved.step for saved in store.all()] == [3]
+    assert not Remote(f"{place}/checkpoints/step-000001").exists()
     damage_one = Remote(f"{target}/step-000003/__0_0.distcp")
     damage_one.write_bytes(damage_one.read_bytes()[:-1] + b"!")
     return [*codes, main(["verify", target])]
