@@ -58,10 +58,11 @@ def test_a_damaged_newest_checkpoint(runs: Runs, copy: str, whole: str, name: st
 def test_tensors_that_cannot_be_read(runs: Runs, copy: str) -> None:
     """Found when the folder is the run's already: its status says so."""
     shutil.rmtree(runs.checkpoint(copy, STEPS))
-    path = damaged(runs.checkpoint(copy, 9), LARGEST)
-    path.write_bytes(bytes(path.stat().st_size))
+    for step in (3, 6, 9):
+        path = damaged(runs.checkpoint(copy, step), LARGEST)
+        path.write_bytes(bytes(path.stat().st_size))
     outcome = runs.start(copy, DROPOUT)[0]
-    assert outcome.code == REFUSED and "cannot read" in outcome.said
+    assert outcome.code == REFUSED and "each of its checkpoints is damaged" in outcome.said
     status = runs.status(copy)
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", REFUSED, 9)
     assert status["message"] in outcome.said
