@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.families.deepseek import DeepseekV3
-from models.families.family import Family
+from models.families.family import Family, wrong_types
 from models.families.family import Piece as Piece
 from models.families.gemma import Gemma2
 from models.families.gpt2 import Gpt2
@@ -35,6 +35,7 @@ FAMILIES: tuple[Family, ...] = (
     DeepseekV3(),
 )
 PADDED = ("embed.tokens.weight", "head.weight")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights that mean what they say
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -58,10 +59,20 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
 
 def config_from_huggingface(theirs: Mapping[str, Any]) -> ModelConfig:
     """Raises ValueError for what is not a model as we have it, and for fields that are not known."""
+    if not isinstance(theirs, Mapping):
+        raise ValueError("config.json is no dictionary")
     families = {family.model_type: family for family in FAMILIES}
-    if (kind := theirs.get("model_type")) not in families:
+    if (kind := str(theirs.get("model_type"))) not in families:
         raise ValueError(f"model_type={kind} is none that Espalier has: {', '.join(families)}")
-    return families[kind].config_from(theirs)
+    try:
+        config = families[kind].config_from(theirs)
+    except KeyError as error:
+        raise ValueError(f"config.json lacks {error.args[0]}") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"config.json has a value of another type than a {kind} has: {error}") from error
+    if wrong := wrong_types(config):
+        raise ValueError(f"config.json has values of another type than a {kind} has: {', '.join(wrong)}")
+    return config
 
 
 def pieces(config: ModelConfig) -> list[Piece]:
@@ -125,9 +136,15 @@ def read_state(
         if wanted is not None and piece.ours not in wanted:
             continue
         parts = [read(named[name]) for name in piece.theirs]
+        if others := {str(part.dtype) for part in parts if part.dtype not in DTYPES}:
+            raise ValueError(f"{piece.theirs[0]} is {', '.join(others)}: quantized, and Espalier reads what is not")
         if piece.ours in PADDED and parts[0].shape[0] != config.vocab_size:
             raise ValueError(f"{piece.theirs[0]} has {parts[0].shape[0]} rows, and vocab_size is {config.vocab_size}")
-        value = piece.join(parts)
+        try:
+            value = piece.join(parts)
+        except RuntimeError as error:
+            sizes_told = [f"{of} {list(part.shape)}" for of, part in zip(piece.theirs, parts, strict=True)]
+            raise ValueError(f"{', '.join(sizes_told)}: {piece.ours} cannot be made of these: {error}") from error
         if value.shape != sizes[piece.ours]:
             raise ValueError(
                 f"{', '.join(piece.theirs)} are {piece.ours} of shape {list(value.shape)}, and the model's is "

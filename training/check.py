@@ -313,11 +313,13 @@ def _model(config: Config, world: World) -> Iterator[Problem]:
     length = config.sequence_length
     if length is not None and length > model.context:
         reason = f"is longer than model.context={model.context}, the positions the model has"
-        yield Problem("sequence_length", length, reason, f"sequence_length={model.context}, or model.context={length}")
+        longer = "" if model.init_from is not None else f", or model.context={length}"  # else the shape is given
+        yield Problem("sequence_length", length, reason, f"sequence_length={model.context}{longer}")
     needed = VOCABULARIES.get(config.tokenizer.kind)
     if needed is not None and model.vocab_size is not None and model.vocab_size < needed:
         reason = f"the tokenizer {config.tokenizer.kind.name} has {needed} tokens"
-        yield Problem("model.vocab_size", model.vocab_size, reason, "model.vocab_size=null")
+        own = f"the tokenizer of {model.init_from}" if model.init_from is not None else "model.vocab_size=null"
+        yield Problem("model.vocab_size", model.vocab_size, reason, own)
 
 
 def _latent(config: Config, world: World) -> Iterator[Problem]:

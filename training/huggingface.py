@@ -31,23 +31,43 @@ from training.tokenizers import Tokenizer, build, tokenizer_json
 from training.unresolved import to_write
 
 SHARD_BYTES = 5 * 10**9  # of one file, as transformers has it
+INDEX = "model.safetensors.index.json"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Those of the index, else the one of that name, else all there are: a release may have others beside."""
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX)
+        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+            raise ValueError(f"{INDEX} has no weight_map")
+        return sorted({folder / str(name) for name in index["weight_map"].values()})
+    single = folder / "model.safetensors"
+    found = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise FileNotFoundError(f"{folder} has no *.safetensors")
+    return found
 
 
 class Weights:
-    """The safetensors of a folder. Raises FileNotFoundError where there are none."""
+    """The safetensors of a folder. Raises FileNotFoundError where there are none, ValueError where one is damaged."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        self.open = {path: safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))}
-        if not self.open:
-            raise FileNotFoundError(f"{folder} has no *.safetensors")
-        self.files = {name: file for file in self.open.values() for name in list(file.keys())}
+        self.files: dict[str, Any] = {}
+        for path in weight_files(folder):
+            try:
+                file = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{path.name} is damaged, or no safetensors: {error}") from error
+            names = list(file.keys())
+            if twice := sorted(self.files.keys() & set(names)):
+                raise ValueError(f"{path.name} has {twice[0]}, which another file has too")
+            self.files |= dict.fromkeys(names, file)
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self.files[name].get_tensor(name)
@@ -77,9 +97,15 @@ def adopt_folder(config: Config, given: frozenset[str]) -> list[Problem]:
             problems.append(Problem(name, show(now[key]), reason, to_write(name, getattr(value, "name", value))))
         else:
             _set(config.model, key, value)
-    if not any(name.startswith("tokenizer") for name in given) and (folder / "tokenizer.json").is_file():
-        config.tokenizer.kind, config.tokenizer.file = TokenizerKind.huggingface, str(folder / "tokenizer.json")
-        config.tokenizer.end_of_text = _end_of_text(folder)
+    if any(name.startswith("tokenizer") for name in given):
+        return problems
+    if not (folder / "tokenizer.json").is_file():
+        if config.tokenizer.kind is not TokenizerKind.auto:
+            return problems
+        instead = "tokenizer=huggingface tokenizer.file=path/to/tokenizer.json, or tokenizer=bytes for ids of its own"
+        return [*problems, Problem("tokenizer", "", f"{folder} has no tokenizer.json, and none is given", instead)]
+    config.tokenizer.kind, config.tokenizer.file = TokenizerKind.huggingface, str(folder / "tokenizer.json")
+    config.tokenizer.end_of_text = _end_of_text(folder)
     return problems
 
 
@@ -213,7 +239,7 @@ def _write_weights(saved: Saved, model: ModelConfig, folder: Path, dtype: torch.
         index |= dict.fromkeys(theirs, name)
         total += sum(value.nbytes for value in theirs.values())
     if len(shards) > 1:
-        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
 
 
 def _shards(model: ModelConfig, dtype: torch.dtype) -> Iterator[list[Piece]]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -134,6 +134,21 @@ def unflat(keys: Mapping[str, Any]) -> ModelConfig:
     own = {key: value for key, value in keys.items() if "." not in key}
     rotary, latent, moe = Rotary(**under("rotary")), Latent(**under("latent")), MoE(**under("moe"))
     return ModelConfig(**own, rotary=rotary, latent=latent, moe=moe)
+
+
+def wrong_types(config: Any, prefix: str = "model.") -> list[str]:
+    """Keys whose values are of another type than they are declared with; a whole number may stand for any number."""
+    found: list[str] = []
+    for field in fields(config):
+        value, kind = getattr(config, field.name), field.type
+        if is_dataclass(value):
+            found += wrong_types(value, f"{prefix}{field.name}.")
+        elif get_origin(kind) is not dict:
+            legal = get_args(kind) or (kind,)
+            legal = (*legal, int) if float in legal else legal
+            if not isinstance(value, legal) or (isinstance(value, bool) and bool not in legal):
+                found.append(f"{prefix}{field.name}={value!r}")
+    return found
 
 
 def normal(config: ModelConfig) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "models" / folder / "config.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(config_to_huggingface(ModelConfig(vocab_size=50257))))
+        path.with_name("tokenizer.json").touch()
     (tmp_path / "my_texts").mkdir()
     (tmp_path / "my_texts" / "tokenizer.json").touch()
     monkeypatch.chdir(tmp_path)

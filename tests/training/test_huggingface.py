@@ -1,16 +1,19 @@
 """Folders of Hugging Face models, with transformers as the oracle: read on every layout, written from checkpoints."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.config import FeedForward, ModelConfig, Norm, Position
 from models.decoder import Decoder
-from models.huggingface import config_to_huggingface, state_to_huggingface
+from models.huggingface import config_to_huggingface, read_state, state_to_huggingface
 from parallel.apply import parallelize
 from parallel.config import ActivationsConfig, CompileConfig, Dtype, ParallelConfig, Strategy
 from parallel.mesh import build_mesh
@@ -23,7 +26,8 @@ from training.checkpoint.contents import model_state
 from training.checkpoint.store import Store
 from training.compose import compose
 from training.config import Config, TokenizerKind, leaves
-from training.huggingface import export, export_problem, load_folder
+from training.files import write_text
+from training.huggingface import INDEX, Weights, export, export_problem, load_folder
 from training.ranks import Ranks
 from training.refusal import Refusal
 from training.tokenizers import Bytes, HuggingFace, _gpt2, tokenizer_json
@@ -45,6 +49,17 @@ MODELS: dict[str, ModelConfig] = {
         tied_head=False,
     ),
 }
+OF_ANOTHER_TYPE: list[tuple[str, Any, str]] = [
+    ("model_type", ["llama"], "model_type=..llama"),
+    ("hidden_size", None, "model.dim=None"),
+    ("num_hidden_layers", "3", "model.layers='3'"),
+    ("num_hidden_layers", True, "model.layers=True"),
+    ("num_hidden_layers", 2.5, "model.layers=2.5"),
+    ("rms_norm_eps", "1e-5", "model.norm_eps='1e-5'"),
+    ("max_position_embeddings", None, "model.context=None"),
+    ("tie_word_embeddings", "false", "model.tied_head='false'"),
+    ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": "a"}, "another type"),
+]
 LAYOUTS = {
     "single": ParallelConfig(Strategy.single),
     "fsdp2": ParallelConfig(Strategy.fsdp2, dp_shard=2),
@@ -123,8 +138,6 @@ def test_an_export_is_our_model_in_transformers(
 
 
 def test_an_export_in_bf16(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     export(saved(random_decoder(MODELS["gpt2"]), tmp_path / "c"), Bytes(), tmp_path / "exported", torch.bfloat16)
     weights = load_file(tmp_path / "exported" / "model.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
@@ -161,6 +174,8 @@ def test_the_shape_is_the_folders(tmp_path: Path) -> None:
     [
         ("model.dim=64", "model.dim=64: the model of"),
         ("model=gpt2_124m", "model.layers=12"),
+        ("sequence_length=64", "instead: sequence_length=16"),
+        ("seed=1", "instead: the tokenizer of"),
     ],
 )
 def test_what_is_given_must_be_the_folders(tmp_path: Path, words: str, told: str) -> None:
@@ -168,22 +183,95 @@ def test_what_is_given_must_be_the_folders(tmp_path: Path, words: str, told: str
     config, chosen = compose([f"model.init_from={tmp_path}", "tokenizer=bytes", *words.split()])
     with pytest.raises(Refusal) as refusal:
         settle(config, chosen)
-    assert told in str(refusal.value)
+    assert told in str(refusal.value) and "or model.context" not in str(refusal.value)
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
-    for content, told in [(None, "has no config.json"), ('{"model_type": "bert"}', "model_type=bert")]:
+    theirs = config_to_huggingface(MODELS["llama"])
+    for content, told in [
+        (None, "has no config.json"),
+        ('{"model_type": "bert"}', "model_type=bert"),
+        ('["llama"]', "is no dictionary"),
+        *((json.dumps(theirs | {name: value}), told) for name, value, told in OF_ANOTHER_TYPE),
+        (json.dumps({"model_type": "gemma2", "num_attention_heads": 4}), "lacks num_hidden_layers"),
+    ]:
         if content is not None:
             (tmp_path / "config.json").write_text(content)
+            (tmp_path / "tokenizer.json").touch()
         config, chosen = compose([f"model.init_from={tmp_path}"])
         with pytest.raises(Refusal, match=told):
             settle(config, chosen)
 
 
+def test_without_a_tokenizer_none_is_guessed(tmp_path: Path) -> None:
+    save_theirs(MODELS["llama"], tmp_path)
+    config, chosen = compose([f"model.init_from={tmp_path}", "model.vocab_multiple=1"])
+    with pytest.raises(Refusal, match=r"has no tokenizer\.json"):
+        settle(config, chosen)
+
+
+def test_the_folders_token_ends_a_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_to_huggingface(MODELS["llama"])))
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(Bytes())[0])
+    for told in ("<|end|>", {"content": "<|end|>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": told}))
+        config, chosen = compose([f"model.init_from={tmp_path}", "model.vocab_multiple=1"])
+        settle(config, chosen)
+        assert config.tokenizer.end_of_text == "<|end|>"
+
+
+def change(folder: Path, name: str, value: Tensor) -> None:
+    """One weight of a file."""
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {name: value.contiguous()}, path, {"format": "pt"})
+
+
+def cut(folder: Path, size: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut in its header": (lambda folder: cut(folder, 100), "model.safetensors is damaged"),
+    "cut in its values": (lambda folder: cut(folder, 30_000), "model.safetensors is damaged"),
+    "empty": (lambda folder: cut(folder, 0), "model.safetensors is damaged"),
+    "of another size": (lambda folder: change(folder, Q, torch.ones(32, 31)), r"q_proj.weight \[32, 31\].*cannot be"),
+    "quantized": (lambda folder: change(folder, Q, torch.ones(32, 32, dtype=torch.int8)), "torch.int8: quantized"),
+    "of no index": (lambda folder: write_text(folder / INDEX, "{}"), "no weight_map"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_weights(damage: str, tmp_path: Path) -> None:
+    """q, k and v of the file are one matrix here."""
+    config = replace(MODELS["llama"], fused_qkv=True)
+    state = state_to_huggingface(config, random_decoder(config).state_dict())
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    act, told = DAMAGES[damage]
+    act(tmp_path)
+    with pytest.raises(ValueError, match=told):
+        list(read_state(config, state, Weights(tmp_path).read))
+
+
+def test_files_beside_the_weights_are_not_read(tmp_path: Path) -> None:
+    """Of a release in another format, or left of an older save."""
+    for name, value in (("consolidated", 2.0), ("model", 1.0)):
+        save_file({"a": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
+    assert Weights(tmp_path).read("a").tolist() == [1.0, 1.0]
+    save_file({"a": torch.full((2,), 3.0)}, tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    assert Weights(tmp_path).read("a").tolist() == [3.0, 3.0]
+    (tmp_path / INDEX).unlink()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has a, which another file has too"):
+        Weights(tmp_path)
+
+
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     save_theirs(MODELS["gpt2"], tmp_path)
     next(iter(tmp_path.glob("model-00002*"))).unlink()
-    with pytest.raises(Exception, match="lack"):
+    with pytest.raises(Exception, match="model-00002"):
         run_ranks(1, logits_on, LAYOUTS["single"], MODELS["gpt2"], tmp_path, random_tokens(MODELS["gpt2"], 1, 4))
 
 
