@@ -35,7 +35,9 @@ def fetched(source: str) -> Path:
     except (OSError, ValueError) as error:
         said = str(error).strip().splitlines()[0]
         reason = f"is no folder, and could not be fetched from the hub: {said}"
-        raise Refusal([Problem("source", source, reason, instead)]) from error
+        raise Refusal(
+            [Problem("source", source, reason, "a folder that has it, or a machine with a network")]
+        ) from error
 
 
 def run(words: argparse.Namespace) -> Path:

@@ -124,6 +124,12 @@ def show(value: Any) -> str:
     return str(value)
 
 
+def quoted(text: str) -> str:
+    """A text as Hydra reads it back, whatever is in it."""
+    escaped = text.replace("'", r"\'").replace("${", r"\${")
+    return f"'{escaped}'"
+
+
 def convert(key: Key, value: Any, typed: str | None = None) -> Any:
     """The value as the schema's type. Stricter than Hydra, which takes 1.5 for a whole number and 'None' for text.
     `typed` is the value as it was written. Raises Mismatch."""

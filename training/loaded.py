@@ -12,9 +12,10 @@ from training.checkpoint.folders import Saved
 from training.checkpoint.store import Store, find_intact
 from training.compose import compose
 from training.config import Config
+from training.keys import quoted
 from training.place import Place, connect, find_place
 from training.ranks import Ranks
-from training.refusal import refuse
+from training.refusal import Problem, refuse
 from training.run import tokenizer_problems
 from training.tokenizers import Tokenizer, build
 
@@ -31,8 +32,10 @@ class Loaded:
 def load(checkpoint: str, words: list[str]) -> Loaded:
     """checkpoint: a run's folder (its newest) or a checkpoint's; words: overrides of the config that it is used with.
     Connects the ranks. Raises Refusal."""
-    config, chosen = compose(["eval_only=true", f"checkpoint.load='{checkpoint}'", *words])
+    config, chosen = compose(["eval_only=true", f"checkpoint.load={quoted(checkpoint)}", *words])
     world = settle(config, chosen)
+    if config.check_only:
+        refuse([Problem("check_only", True, "is for train.py; a checkpoint is used here", "check_only=false")])
     saved = find_intact(checkpoint, Ranks.alone())
     refuse(adopt(config, saved, chosen.given))
     refuse(load_problems(config, saved))
