@@ -6,8 +6,10 @@ python -m scripts.generate outputs/gpt2_nano --prompt "Once upon a time" --token
 import argparse
 import os
 
+from models.config import ModelConfig
+from parallel.config import ParallelConfig
 from training.compose import refusing
-from training.refusal import Problem, Refusal, refuse
+from training.refusal import Problem, refuse
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -33,7 +35,41 @@ def problems(words: argparse.Namespace) -> list[Problem]:
         found.append(Problem("--top-k", words.top_k, "must be at least 1", "--top-k 50"))
     if words.top_p is not None and not 0 < words.top_p <= 1:
         found.append(Problem("--top-p", words.top_p, "must be above 0 and at most 1", "--top-p 0.95"))
+    for prompt in words.prompt:
+        if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of the command line
+            found.append(Problem("--prompt", ascii(prompt), "is not UTF-8", "--prompt with text in UTF-8"))
     return found
+
+
+def misfits(model: ModelConfig, parallel: ParallelConfig, longest: int, tokens: int) -> list[Problem]:
+    """What is wrong with this model, layout and length. longest: tokens of a prompt."""
+    found = []
+    if longest >= model.context:
+        reason = f"its {longest} tokens leave none of model.context={model.context}"
+        found.append(Problem("--prompt", "", reason, "a shorter --prompt"))
+    elif longest + tokens > model.context:
+        reason = f"with the prompt's {longest} tokens is more than model.context={model.context}"
+        found.append(Problem("--tokens", tokens, reason, f"--tokens {model.context - longest}"))
+    for axis in ("pp", "cp"):
+        if (degree := getattr(parallel, axis)) > 1:
+            reason = "the ranks share heads (parallel.tp), with the keys and values of tokens before"
+            found.append(Problem(f"parallel.{axis}", degree, reason, f"parallel.{axis}=1"))
+    if names := without_core(model):
+        reason = "has no AttentionCore, which keeps keys and values of the tokens before"
+        found.append(Problem("model.parts.attention", names, reason, "models.attention.AttentionCore in it"))
+    return found
+
+
+def without_core(model: ModelConfig) -> str:
+    """The user's own attention, where it has none; else nothing."""
+    from models.attention import AttentionCore  # imports torch, which takes seconds
+    from models.parts import TARGET, built
+
+    for layer in range(model.layers):
+        part = built(model, "attention", layer)
+        if part is not None and not any(isinstance(module, AttentionCore) for module in part.modules()):
+            return str(model.parts["attention"][TARGET])
+    return ""
 
 
 def generate(words: argparse.Namespace) -> list[str]:
@@ -44,13 +80,12 @@ def generate(words: argparse.Namespace) -> list[str]:
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     layout = ["parallel=tp", f"parallel.tp={ranks}"] if ranks > 1 else []
+    if not any(word.startswith("compile") for word in words.overrides):
+        layout.append("compile=none")  # with a cache each token is another shape
     loaded = load(words.checkpoint, [*layout, *words.overrides])
     tokenizer, spread = loaded.tokenizer, loaded.spread
     prompts = [[tokenizer.end_of_text, *tokenizer.encode(prompt)] for prompt in words.prompt or [""]]
-    longest, context = max(map(len, prompts)), loaded.config.model.context
-    if longest + words.tokens > context:
-        reason = f"with the prompt's {longest} tokens is more than model.context={context}"
-        raise Refusal([Problem("--tokens", words.tokens, reason, f"--tokens {max(context - longest, 1)}")])
+    refuse(misfits(loaded.config.model, loaded.config.parallel, max(map(len, prompts)), words.tokens))
     spread.model.eval()
 
     written = write(

@@ -26,7 +26,7 @@ def shares(logits: Tensor, sampling: Sampling) -> Tensor:
     logits = logits.double()
     if sampling.temperature == 0:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
-    logits = logits / sampling.temperature
+    logits = (logits - logits.max()) / sampling.temperature  # the largest stays finite, however low the temperature
     if sampling.top_k is not None and sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
     found = logits.softmax(0)

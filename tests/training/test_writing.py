@@ -34,6 +34,11 @@ def test_shares(temperature: float, top_k: int | None, top_p: float | None) -> N
     assert torch.allclose(found, expected[0].softmax(-1), atol=1e-12)
 
 
+def test_the_lowest_temperature_takes_the_likeliest() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    assert shares(logits, Sampling(temperature=1e-320)).tolist() == [0.0, 1.0, 0.0]
+
+
 def test_a_prompt_does_not_depend_on_the_others() -> None:
     model = random_decoder(tiny(context=64), dtype=torch.float64).eval()
     together = write(model, model, [[1, 2, 3], [4]], 20, Sampling(), 5, NEVER, CPU)
