@@ -30,22 +30,25 @@ class Backend:
     module: str | None = None
     """What must be installed."""
     install: str = ""
+    widest: int | None = None
+    """Numbers of a head that it can do on a GPU; None: any."""
 
 
+WIDEST = 256  # of FlashAttention 2, 3 and 4, which flash and varlen are too, and of cuDNN's
 FLASH3 = "FlashAttention 3: `python setup.py install` in the folder hopper of github.com/Dao-AILab/flash-attention"
 AMPERE = (8, 9, 10, 11, 12)
 BACKENDS = {
     #                             runs  documents window softcap  dropout fp32    fp64
     Attention.sdpa: Backend(BOTH, BOTH, BOTH, BOTH, BOTH, BOTH, BOTH),
     Attention.math: Backend(BOTH, BOTH, BOTH, NOWHERE, BOTH, BOTH, BOTH),
-    Attention.flash: Backend(BOTH, CPU, CPU, NOWHERE, CUDA, CPU, CPU),
+    Attention.flash: Backend(BOTH, CPU, CPU, NOWHERE, CUDA, CPU, CPU, widest=WIDEST),
     Attention.efficient: Backend(CUDA, CUDA, CUDA, NOWHERE, CUDA, CUDA, NOWHERE),
-    Attention.cudnn: Backend(CUDA, CUDA, CUDA, NOWHERE, CUDA, NOWHERE, NOWHERE),
+    Attention.cudnn: Backend(CUDA, CUDA, CUDA, NOWHERE, CUDA, NOWHERE, NOWHERE, widest=WIDEST),
     Attention.flash2: Backend(
-        CUDA, CUDA, CUDA, CUDA, CUDA, NOWHERE, NOWHERE, AMPERE, "flash_attn", "`uv sync --extra flash-attn`"
+        CUDA, CUDA, CUDA, CUDA, CUDA, NOWHERE, NOWHERE, AMPERE, "flash_attn", "`uv sync --extra flash-attn`", WIDEST
     ),
     Attention.flash3: Backend(
-        CUDA, CUDA, CUDA, NOWHERE, NOWHERE, NOWHERE, NOWHERE, (9,), "flash_attn_interface", FLASH3
+        CUDA, CUDA, CUDA, NOWHERE, NOWHERE, NOWHERE, NOWHERE, (9,), "flash_attn_interface", FLASH3, WIDEST
     ),
     Attention.flash4: Backend(
         CUDA,
@@ -58,24 +61,26 @@ BACKENDS = {
         (9, 10),
         "flash_attn.cute.interface",
         "`uv pip install flash-attn-4`",
+        WIDEST,
     ),
     Attention.flex: Backend(CUDA, CUDA, CUDA, CUDA, NOWHERE, CUDA, NOWHERE),
     Attention.xformers: Backend(
         CUDA, NOWHERE, CUDA, NOWHERE, CUDA, CUDA, NOWHERE, (), "xformers", "`uv sync --extra xformers`"
     ),
-    Attention.varlen: Backend(CUDA, CUDA, CUDA, NOWHERE, NOWHERE, NOWHERE, NOWHERE, AMPERE),
+    Attention.varlen: Backend(CUDA, CUDA, CUDA, NOWHERE, NOWHERE, NOWHERE, NOWHERE, AMPERE, widest=WIDEST),
 }
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a config asks of attention. dtype: fp32, fp64 or another, which all have."""
+    """What a config asks of attention. dtype: fp32, fp64 or another, which all have; width: of a head."""
 
     documents: bool
     window: bool
     softcap: bool
     dropout: bool
     dtype: str
+    width: int = 64
 
 
 def lacks(kernel: Attention, asked: Asked, device: str) -> str | None:
@@ -90,6 +95,9 @@ def lacks(kernel: Attention, asked: Asked, device: str) -> str | None:
         "drops nothing (model.dropout)": asked.dropout and device not in backend.dropout,
         "does not compute in float32": asked.dtype in ("fp32", "tf32") and device not in backend.fp32,
         "does not compute in float64": asked.dtype == "fp64" and device not in backend.fp64,
+        f"has no heads wider than {backend.widest} (model.head_dim)": device == "cuda"
+        and backend.widest is not None
+        and asked.width > backend.widest,
         "drops nothing where it bends scores (model.dropout)": kernel is Attention.flash2
         and asked.softcap
         and asked.dropout,

@@ -6,6 +6,7 @@ from models.backends import Asked, lacks
 from models.config import Attention
 from parallel.config import Context, Dtype
 from training.config import Config
+from training.nearby import legal_numbers
 from training.refusal import Problem
 from training.resolve import World, filling
 
@@ -14,7 +15,9 @@ def asked_by(config: Config, dtype: Dtype) -> Asked:
     model = config.model
     window, softcap = model.window is not None, model.attention_softcap is not None
     marked = model.moe.experts > 0 and filling(config) > 0  # by documents: training.data.batches
-    return Asked(config.data.mask_documents or marked, window, softcap, model.dropout > 0, dtype.name)
+    documents = config.data.mask_documents or marked
+    width = model.head_size if legal_numbers(model.dim, model.heads) else 1
+    return Asked(documents, window, softcap, model.dropout > 0, dtype.name, width)
 
 
 def attention_rules(config: Config, world: World) -> Iterator[Problem]:

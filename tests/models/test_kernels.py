@@ -201,6 +201,8 @@ def test_every_kernel_has_a_row() -> None:
         ("cuda", (9, 0), asked(softcap=True, dropout=True), {"flash2", "flash3"}, "sdpa"),
         ("cuda", (9, 0), asked(documents=True, window=True), {"flash2", "flash3"}, "flash3"),
         ("cuda", (9, 0), asked(dtype="fp32"), {"flash2", "flash3"}, "sdpa"),
+        ("cuda", (9, 0), asked(width=257), {"flash2", "flash3"}, "sdpa"),
+        ("cuda", (9, 0), asked(width=256), {"flash2", "flash3"}, "flash3"),
         ("cuda", (8, 6), PLAIN, {"flash2", "flash3"}, "flash2"),
         ("cuda", (10, 0), PLAIN, {"flash2", "flash3"}, "flash2"),
         ("cuda", (7, 5), PLAIN, {"flash2", "flash3"}, "sdpa"),
