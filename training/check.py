@@ -134,7 +134,16 @@ def check(config: Config, world: World) -> list[Problem]:
     if model.parts:
         problems += class_problems(model)
         problems += [] if problems else built_problems(model, config.parallel)
+    if config.checkpoint.export_hf and model.vocab_size is not None and not config.eval_only and not problems:
+        problems += _export_problems(model)
     return [Problem(problem.key, show(problem.value), problem.reason, problem.instead) for problem in problems]
+
+
+def _export_problems(model: ModelConfig) -> list[Problem]:
+    from training.huggingface import export_problem  # imports torch, which takes seconds
+
+    why = export_problem(model)
+    return [Problem("checkpoint.export_hf", True, why, "checkpoint.export_hf=false")] if why else []
 
 
 def _between(config: Config, world: World) -> Iterator[Problem]:

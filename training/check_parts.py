@@ -78,12 +78,20 @@ def built_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Pro
             reason = "no block has a feed-forward layer: all have experts"
             yield Problem(key, target, reason, "model.moe.experts=0, or model.moe.dense_layers=1")
             continue
-        try:
-            part = built(model, name, layers[0])
-        except Exception as error:  # the user's code
-            yield Problem(key, target, f"cannot be built: {type(error).__name__}: {error}", PAGE)
-            continue
-        yield from (Problem(key, target, reason, instead) for reason, instead in _faults(name, part, parallel))
+        for layer in layers:
+            where = "" if layer == layers[0] else f"in block {layer} "
+            if faults := _faults_of(model, name, layer, parallel):
+                yield from (Problem(key, target, where + reason, instead) for reason, instead in faults)
+                break
+
+
+def _faults_of(model: ModelConfig, name: str, layer: int, parallel: ParallelConfig) -> list[tuple[str, str]]:
+    """What is wrong with the part of one block, and what to write."""
+    try:
+        part = built(model, name, layer)
+    except Exception as error:  # the user's code
+        return [(f"cannot be built: {type(error).__name__}: {error}", PAGE)]
+    return list(_faults(name, part, parallel))
 
 
 def _faults(name: str, part: Any, parallel: ParallelConfig) -> Iterator[tuple[str, str]]:

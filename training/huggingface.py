@@ -181,10 +181,10 @@ def export(saved: Saved, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype 
     model = model_of(saved)
     stored = tensors.describe(saved.folder)
     dtype = stored["model.embed.tokens.weight"].dtype if dtype is None else dtype
+    _refuse_biases(saved, model)
     beside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    _refuse_biases(saved, model)
     _write_weights(saved, model, beside, dtype)
     end = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
     about = config_to_huggingface(model) | {"dtype": str(dtype).removeprefix("torch.")} | end

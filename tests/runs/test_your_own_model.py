@@ -63,6 +63,20 @@ class WithoutCore(nn.Module):
         super().__init__()
 
 
+class LaterRaises(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        if layer == 2:
+            raise RuntimeError("not this one")
+
+
+class LaterWithoutRole(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        if layer == 3:
+            self.up = nn.Linear(config.dim, config.dim)
+
+
 def function(config, width):
     return None
 """
@@ -141,6 +155,10 @@ REFUSALS = {
     "model=bilinear model.prts.feedforward.hidden=8": [f"{PART}.hidden=8"],
     f"{TINY}=wrong.WithoutRole": ["up.weight", "without a role", "specify"],
     f"{TINY}=wrong.Buffered": ["buffer table"],
+    "model=tinyllama +model.parts.attention._target_=wrong.LaterRaises": ["in block 2", "RuntimeError: not this one"],
+    "model=tinyllama +model.parts.attention._target_=wrong.LaterWithoutRole": ["in block 3", "up.weight"],
+    "model=bilinear checkpoint.export_hf=true check_only=true": ["model.parts=", "checkpoint.export_hf=false"],
+    "model=tinyllama checkpoint.export_hf=true model.x0=true": ["model.x0=true", "checkpoint.export_hf=false"],
     f"{TINY}=wrong.WithoutRow parallel=tp check_only=true hardware.gpus=2": ["no row for up", "parallel.tp=1"],
     f"{TINY}=wrong.HalfARow parallel=tp check_only=true hardware.gpus=2": ["no row for more.weight"],
     "model=tinyllama +model.parts.attention._target_=wrong.WithoutCore parallel=ddp parallel.cp=2 check_only=true "

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.config import FeedForward, ModelConfig, Norm, Position
+from models.config import FeedForward, ModelConfig, MoE, Norm, Position
 from models.decoder import Decoder
 from models.huggingface import config_to_huggingface, read_state, state_to_huggingface
 from parallel.apply import parallelize
@@ -135,6 +135,13 @@ def test_an_export_is_our_model_in_transformers(
 
     (again,) = run_ranks(1, logits_on, LAYOUTS["single"], config, folder, tokens)
     assert torch.equal(again, ours)
+
+
+def test_biases_that_their_routers_lack_are_not_lost(tmp_path: Path) -> None:
+    model = random_decoder(replace(MODELS["llama"], moe=MoE(experts=4)))
+    with pytest.raises(ValueError, match=r"feedforward\.router\.bias"):
+        export(saved(model, tmp_path / "checkpoints"), Bytes(), tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_an_export_in_bf16(tmp_path: Path) -> None:
