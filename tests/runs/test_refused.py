@@ -22,7 +22,7 @@ BAD: dict[str, list[str]] = {
     "parallel=fsdp3": ["fsdp3", "fsdp2"],
     "steps": ["steps", "="],
     "steps=10 tokens=1000": ["steps", "tokens"],
-    "batch_sequences=30 micro_batch=4": ["micro_batch", "4", "5"],
+    "batch_sequences=30 micro_batch=31": ["micro_batch", "15", "30"],
     "parallel=single hardware.gpus=2 check_only=true": ["single", "fsdp2"],
     "model.dim=30 model.heads=4": ["model.heads"],
     "eval_only=true": ["checkpoint.load"],
@@ -43,7 +43,7 @@ def test_all_problems_at_once() -> None:
     typed = "optimizer.lrr=1 modle=gpt2_124m steps=None parallel=fsdp3 optimizer.clip=nan"
     outcome = train_py(typed.split())[0]
     assert outcome.code == REFUSED and "5 problems" in outcome.said
-    typed = "optimizer.lr=0 batch_sequences=30 micro_batch=4 model.heads=3 model.dropout=2"
+    typed = "optimizer.lr=0 batch_sequences=30 micro_batch=31 model.heads=3 model.dropout=2"
     outcome = train_py(typed.split())[0]
     assert outcome.code == REFUSED
     assert all(word in outcome.said for word in ("optimizer.lr", "micro_batch", "model.heads", "model.dropout"))

@@ -170,7 +170,7 @@ def test_refusals(argv: list[str], keys: list[str]) -> None:
     ("argv", "keys"),
     [
         (["optimizer.lrr=1", "model.dim=0", "model.heads=x"], ["optimizer.lrr", "model.heads", "model.dim"]),
-        (["steps=None", "tokens=9", "batch_sequences=6", "micro_batch=4"], ["steps", "batch_sequences"]),
+        (["steps=None", "tokens=9", "batch_sequences=6", "micro_batch=7"], ["steps", "micro_batch"]),
         (["modle=gpt2_124m", "sequence_length=512"], ["modle"]),  # a model that has the positions is meant
         (["optimizer.lrr=-1"], ["optimizer.lrr", "optimizer.lr"]),
         (["model.heads=3.5", "model.dim=129"], ["model.heads"]),  # whether 129 is wrong depends on the heads
@@ -255,8 +255,8 @@ def test_a_fraction_is_mended_to_what_is_legal(words: str, instead: str) -> None
 
 
 def test_problems_of_a_file_and_between_keys_are_told_together(folder: Path) -> None:
-    mine = experiment(folder, "optimizer: {lr: fast}\nbatch_sequences: 6\nmicro_batch: 4\n")
-    assert [problem.key for problem in refused(*mine)] == ["optimizer.lr", "batch_sequences"]
+    mine = experiment(folder, "optimizer: {lr: fast}\nbatch_sequences: 6\nmicro_batch: 7\n")
+    assert [problem.key for problem in refused(*mine)] == ["optimizer.lr", "micro_batch"]
 
 
 @pytest.mark.parametrize(
@@ -388,8 +388,8 @@ def test_every_preset_composes_and_checks(line: list[str], tmp_path: Path) -> No
 def test_a_sweep_is_checked_before_its_first_job() -> None:
     check_command(["-m", "optimizer.lr=1e-3,2e-3"])
     with pytest.raises(Refusal) as refusal:
-        check_command(["-m", "batch_sequences=32,0,33", "micro_batch=8"])
-    assert [(p.key, p.value) for p in refusal.value.problems] == [("batch_sequences", "0"), ("batch_sequences", "33")]
+        check_command(["-m", "batch_sequences=32,0,-3", "micro_batch=8"])
+    assert [(p.key, p.value) for p in refusal.value.problems] == [("batch_sequences", "0"), ("batch_sequences", "-3")]
     with pytest.raises(Refusal, match="sweeper"):
         check_command(["-m", "optimizer.lr=interval(0,1)"])
 
@@ -454,8 +454,8 @@ def test_check_only_tells_of_the_stages_and_the_bubble(tmp_path: Path) -> None:
 def test_problems_of_files_and_between_keys_end_with_2(folder: Path) -> None:
     done = run(folder, *experiment(folder, "stepss: 3"))
     assert (done.returncode, "Traceback" in done.stderr, "steps=3" in done.stderr) == (2, False, True)
-    done = run(folder, "batch_sequences=6", "micro_batch=4")
-    assert (done.returncode, "Traceback" in done.stderr, "batch_sequences=8" in done.stderr) == (2, False, True)
+    done = run(folder, "batch_sequences=6", "micro_batch=7")
+    assert (done.returncode, "Traceback" in done.stderr, "micro_batch=6" in done.stderr) == (2, False, True)
 
 
 def test_the_first_rank_of_a_host_speaks_first(
