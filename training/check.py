@@ -74,7 +74,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     (
         """seed checkpoint.every checkpoint.keep checkpoint.permanent_every
-        checkpoint.ephemeral_every evals.every metrics.sample_tokens
+        checkpoint.ephemeral_every checkpoint.grace_seconds evals.every metrics.sample_tokens
         schedule.warmup_steps schedule.warmup_tokens schedule.decay_steps schedule.decay_tokens
         optimizer.weight_decay optimizer.powersgd_start_step model.init_std model.z_loss
         model.value_embeddings model.full_every model.init_embedding_std

@@ -203,6 +203,11 @@ class CheckpointConfig:
         "write each permanent checkpoint for transformers too, in <out>/<name>/huggingface/step-...",
         Changes.io,
     )
+    grace_seconds: float = key(
+        15.0,
+        "seconds that a machine gives from its notice to its end, as spot machines do: a save that takes longer is warned of, and before the end of a Slurm job the run saves at least so early",
+        Changes.io,
+    )
     test_restore: TestRestore = key(
         TestRestore.auto,
         "save after step 1, load it back, compare bitwise and stop if it differs: always | never | auto (runs expected to last over an hour)",

@@ -1,6 +1,7 @@
 """Signals, time limits and the clock of ephemeral checkpoints: flags that the ranks agree on, looked at between steps
 and between batches of an evaluation."""
 
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -13,30 +14,46 @@ import torch.distributed as dist
 from training.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-TIME_LIMIT = 1000  # in the place of a signal's number
+# in the place of a signal's number
+TIME_LIMIT, SLURM_LIMIT = 1000, 1001
+LIMITS = {TIME_LIMIT: "max_minutes", SLURM_LIMIT: "the end of its Slurm job"}
 # a second Ctrl-C after this long ends the process at once; sooner it is the launcher's copy of the first
 PATIENCE_SECONDS = 3.0
+
+log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
     """The run was asked to stop. `cause` says by what."""
 
     def __init__(self, number: int) -> None:
-        self.cause = "max_minutes" if number == TIME_LIMIT else signal.Signals(number).name
+        self.cause = LIMITS[number] if number in LIMITS else signal.Signals(number).name
         super().__init__(self.cause)
 
 
 class StopRequest:
-    """Turns signals, the limit and rank 0's clock into one decision of all ranks.
+    """Turns signals, limits and rank 0's clock into one decision of all ranks.
 
     save_due: whether `every_minutes` have passed since the last save, as of the last poll; the same on every rank.
 
     Until `watch_steps` is called there is nothing to save (a run being built, compiled or resumed), and a signal ends
     the run at once by raising Stopped.
+
+    job_end: when Slurm ends the job, in seconds since the epoch; a save is begun so early that it is done by then, and
+    `grace_seconds` before it at the latest.
     """
 
-    def __init__(self, max_minutes: float | None, every_minutes: float | None = None) -> None:
+    def __init__(
+        self,
+        max_minutes: float | None,
+        every_minutes: float | None = None,
+        job_end: float | None = None,
+        grace_seconds: float = 0.0,
+    ) -> None:
         self.deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self.job_end, self.grace_seconds = job_end, grace_seconds
+        self.save_seconds = 0.0  # of the last one
+        self.polled_at = 0.0
         self.ranks = Ranks.alone()
         self.received = 0
         self.received_at = 0.0
@@ -71,6 +88,7 @@ class StopRequest:
         self.ranks = ranks
         self.stepping = True
         self._saved_at = time.monotonic()
+        self.polled_at = time.time()
 
     def saved(self) -> None:
         """On every rank after each save: the clock begins anew."""
@@ -81,8 +99,8 @@ class StopRequest:
     def poll(self) -> Stopped | None:
         """A collective, once a step: the reason to stop, the same on every rank. With several ranks the answer is one
         poll late, so that nobody waits for it."""
-        if self.deadline is not None and not self.received and time.monotonic() > self.deadline:
-            self.received = TIME_LIMIT
+        if not self.received:
+            self.received = self._limit_reached()
         if self.ranks.size == 1:
             self.save_due = self._wanted_save() > self._saves
             return Stopped(self.received) if self.received else None
@@ -102,6 +120,28 @@ class StopRequest:
         if self._save_seconds is None or self.ranks.rank != 0:
             return 0
         return self._saves + 1 if time.monotonic() - self._saved_at >= self._save_seconds else 0
+
+    def _limit_reached(self) -> int:
+        """TIME_LIMIT, SLURM_LIMIT or 0."""
+        now = time.time()
+        between, self.polled_at = now - self.polled_at, now
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            return TIME_LIMIT
+        # What the next poll flags is agreed on at the one after it, and the save begins then.
+        needed = 2 * between + max(self.grace_seconds, self.save_seconds)
+        return SLURM_LIMIT if self.job_end is not None and now + needed > self.job_end else 0
+
+    def note_save(self, step: int, seconds: float) -> None:
+        """To be told of each save. Warns of the first that takes longer than the machine may give."""
+        if self.ranks.rank == 0 and seconds > self.grace_seconds >= self.save_seconds:
+            log.warning(
+                "saving step %s took %.1f s: a machine that is taken away checkpoint.grace_seconds=%g after its notice "
+                "does not finish it",
+                f"{step:,}",
+                seconds,
+                self.grace_seconds,
+            )
+        self.save_seconds = seconds
 
     def check(self) -> None:
         """poll(), raising what it returns."""

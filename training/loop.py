@@ -1,6 +1,7 @@
 """The steps of a run."""
 
 import gc
+import time
 from dataclasses import dataclass
 
 from parallel.mesh import shorten_timeouts
@@ -126,7 +127,9 @@ def pause(run: Run, step: int, kind: str | None, stopped: Stopped | None) -> Sto
 def save(run: Run, step: int, kind: str) -> Saved:
     """Every step up to this one is in the metrics on disk before the checkpoint is complete."""
     run.writers.flush()
+    began = time.perf_counter()
     saved = run.checkpoints.save(step, run.meters.tokens, run.meters.skipped, kind)
+    run.stop.note_save(step, time.perf_counter() - began)
     run.status.checkpoint = step
     run.stop.saved()
     if run.exports is not None and saved.permanent:

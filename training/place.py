@@ -25,6 +25,7 @@ from training.ranks import Ranks
 from training.refusal import Problem, Refusal
 from training.resolve import World
 from training.seeds import make_deterministic
+from training.slurm import job_end
 from training.status import State, Status, command
 
 FINISHED, FAILED, REFUSED, SAVED = 0, 1, 2, 75
@@ -97,8 +98,10 @@ def find_place(config: Config, world: World) -> Place:
     logger = logging.getLogger("training")
     logger.handlers, logger.propagate = [ToConsole(console)], False
     status = Status(folder.status_path, command())
-    stop = StopRequest(config.max_minutes, config.checkpoint.every_minutes)
-    return Place(rank, world, device, folder, console, status, stop, Ranks.alone(), trains=not config.eval_only)
+    trains = not config.eval_only
+    end = job_end() if rank == 0 and trains else None  # one that knows is enough: what it decides holds for all
+    stop = StopRequest(config.max_minutes, config.checkpoint.every_minutes, end, config.checkpoint.grace_seconds)
+    return Place(rank, world, device, folder, console, status, stop, Ranks.alone(), trains)
 
 
 def check_compiler(scope: Scope) -> None:

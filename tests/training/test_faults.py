@@ -1,5 +1,6 @@
 """Signals and time limits. What raises one runs in ranks of its own, so that a signal nobody handles ends no test."""
 
+import logging
 import os
 import signal
 import time
@@ -93,6 +94,46 @@ def test_max_minutes_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stopped is not None and stopped.cause == "max_minutes"
     with pytest.raises(Stopped, match="max_minutes"):
         request.check()
+
+
+def polls_before_the_end(
+    monkeypatch: pytest.MonkeyPatch, between: float, grace: float, save: float
+) -> tuple[float, str]:
+    """How long before the end of its Slurm job, 600 s after the first step, a run is told to stop, and by what."""
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    request = StopRequest(None, job_end=1600.0, grace_seconds=grace)
+    now += 5000.0  # a slow start is not taken for a slow step
+    request.job_end = 6600.0
+    request.watch_steps(Ranks.alone())
+    request.note_save(1, save)
+    for _ in range(10_000):
+        stopped = request.poll()
+        if stopped is not None:
+            return request.job_end - now, stopped.cause
+        now += between
+    raise AssertionError("never stopped")
+
+
+@pytest.mark.parametrize(("between", "grace", "save"), [(1.0, 15.0, 2.0), (0.25, 15.0, 40.0), (30.0, 15.0, 2.0)])
+def test_before_the_end_of_a_slurm_job_there_is_time_for_a_save(
+    monkeypatch: pytest.MonkeyPatch, between: float, grace: float, save: float
+) -> None:
+    """Also where all ranks know of it one poll later; and not more than two polls too early."""
+    left, cause = polls_before_the_end(monkeypatch, between, grace, save)
+    assert cause == "the end of its Slurm job"
+    needed = max(grace, save)
+    assert needed + between <= left <= needed + 3 * between
+
+
+def test_a_save_longer_than_the_notice_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("training"), "propagate", True)  # where another test has begun a run
+    request = StopRequest(None, grace_seconds=15.0)
+    for step, seconds in ((10, 14.0), (20, 16.0), (30, 17.0)):
+        request.note_save(step, seconds)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["saving step 20 took 16.0 s"]
 
 
 def stop_in(place: str, number: int) -> tuple[str, float]:

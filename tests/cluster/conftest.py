@@ -1,0 +1,1 @@
+from tests.runs.drive import runs as runs
