@@ -105,7 +105,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda value: 0 <= value <= 1,
         "must be between 0 and 1",
     ),
-    ("model.rotary.theta", lambda value: value > 1, "must be above 1"),
+    ("model.rotary.theta hardware.slow_factor", lambda value: value > 1, "must be above 1"),
     ("model.rotary.factor", lambda value: value >= 1, "must be at least 1"),
     ("model.rotary.share activations.budget", lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
 ]

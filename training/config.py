@@ -246,6 +246,12 @@ class MetricsConfig:
     sample_prompt: str = key("", "text the sample continues", Changes.io)
 
 
+class HealthCheck(Enum):
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
 @dataclass
 class HardwareConfig:
     """The machine the run is meant for."""
@@ -262,6 +268,15 @@ class HardwareConfig:
     )
     memory_gib: float | None = key(
         None, "memory of one device in GiB, for advice; null: the device's own on CUDA, unknown on a CPU", Changes.io
+    )
+
+    health_check: HealthCheck = key(
+        HealthCheck.auto,
+        "before the first step each rank tries a matrix product, its memory and a sum over all ranks; one that is wrong or fails ends the run with its host's name: always | never | auto (on GPUs)",
+        Changes.io,
+    )
+    slow_factor: float = key(
+        1.5, "health check: a rank that takes so many times as long as most is warned of, with its host", Changes.io
     )
 
     @property

@@ -18,11 +18,12 @@ from training.checkpoint.contents import is_scored, load_model
 from training.checkpoint.folders import Saved
 from training.checkpoint.remote import Folder, folder_at
 from training.checkpoint.store import SaveFailed, Store, find, find_intact
-from training.config import Config, Load
+from training.config import Config, HealthCheck, Load
 from training.data.batches import BatchFailed
 from training.evaluation import Evaluation
 from training.faults import Stopped
 from training.folder import RunFolder, claim
+from training.health import BadHost, check_health
 from training.huggingface import export_problem, load_folder
 from training.loop import Run, score, train
 from training.memory import OutOfMemory, is_out_of_memory, out_of_memory_report
@@ -50,7 +51,7 @@ from training.unresolved import saved_values
 
 Act = Callable[[Config, Chosen, Place], int]
 # failures whose message says all; no traceback
-EXPLAINED = (BatchFailed, OutOfMemory, ReplicasDiffer, SaveFailed, TooManySkipped, WrongValues)
+EXPLAINED = (BadHost, BatchFailed, OutOfMemory, ReplicasDiffer, SaveFailed, TooManySkipped, WrongValues)
 
 
 def run(config: Config, world: World, chosen: Chosen) -> int:
@@ -121,6 +122,7 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
         disconnect()
         return FINISHED
     check_same_text(place, text)
+    try_hardware(config, place)
     run = assemble(config, chosen, place, text)
     try:
         stopped = go(run, place, began)
@@ -143,6 +145,16 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
         place.console.say(f"waiting for the copies at {config.checkpoint.mirror}")
         run.checkpoints.mirror.finish()
     return code
+
+
+def try_hardware(config: Config, place: Place) -> None:
+    """Names a bad host before the run depends on it. Raises BadHost."""
+    wanted = config.hardware.health_check
+    if wanted is HealthCheck.always or (wanted is HealthCheck.auto and place.device.type == "cuda"):
+        told, warnings = check_health(place.device, place.ranks, config.hardware.slow_factor)
+        place.console.say(f"  {told}")
+        for warning in warnings if place.rank == 0 else []:
+            place.console.warn(warning)
 
 
 def open_folder(config: Config, place: Place, text: Text) -> Saved | None:

@@ -116,3 +116,21 @@ def test_micro_batch_auto(runs: Runs, ranks: int, parallel: str) -> None:
     runs.finish(f"{name}-given", f"parallel={parallel} micro_batch={size}", ranks=ranks)
     assert runs.records(name) == runs.records(f"{name}-given")
     assert f"micro_batch: {size}\n" in (runs.folder(name) / "config.yaml").read_text()
+
+
+def multiply_wrongly(rank: int) -> None:
+    """One rank's device."""
+    from training import health
+
+    real = health.multiply
+    if rank == int(os.environ.get("RANK", "0")):
+        put(health, "multiply", lambda a, b: real(a, b) + 1)
+
+
+def test_a_bad_host_is_named_before_the_first_step(runs: Runs) -> None:
+    words = "hardware.health_check=always parallel=ddp"
+    outcomes = runs.start("bad-host", words, partial(multiply_wrongly, 1), ranks=2)
+    assert all("rank 1 (CPU): a matrix product is wrong" in outcome.error for outcome in outcomes)
+    assert "a matrix product is wrong" in runs.status("bad-host")["message"]
+    assert runs.records("bad-host") == []
+    assert "health check: matrix product" in runs.finish("bad-host", words, ranks=2)
