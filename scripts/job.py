@@ -16,13 +16,6 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
-from training.check import settle
-from training.command import SWEPT_AT_MOST, jobs_of, open_presets, parse_flags
-from training.compose import compose, refusing
-from training.folder import RunFolder
-from training.refusal import Problem, Refusal
 from training.status import read
 
 STOPPED = ("SIGTERM", "SIGINT")
@@ -31,6 +24,11 @@ NOTHING = "-"  # in the place of a step: there is no checkpoint
 
 def words_of_task(words: Sequence[str], task: int) -> list[str]:
     """The words of one run of a sweep, in the order in which `train.py -m` numbers them. Raises Refusal."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # takes a second
+
+    from training.command import SWEPT_AT_MOST, jobs_of, open_presets, parse_flags
+    from training.refusal import Problem, Refusal
+
     flags, _ = parse_flags(list(words))
     with open_presets(flags) as presets:
         overrides = OverridesParser.create(config_loader=presets.loader).parse_overrides(flags.overrides)
@@ -43,6 +41,10 @@ def words_of_task(words: Sequence[str], task: int) -> list[str]:
 
 def prepared(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """The lines that `words` prints. Raises Refusal."""
+    from training.check import settle
+    from training.compose import compose
+    from training.folder import RunFolder
+
     task = environment.get("SLURM_ARRAY_TASK_ID")
     if task is not None:
         words = words_of_task(words, int(task))
@@ -74,6 +76,8 @@ def main(argv: Sequence[str]) -> None:
     if asked == "outcome":
         print(outcome(Path(words[0]), words[1]))
         return
+    from training.compose import refusing
+
     hosts, ranks, *words = words
     os.environ["WORLD_SIZE"] = str(int(hosts) * int(ranks))
     os.environ["LOCAL_WORLD_SIZE"] = ranks

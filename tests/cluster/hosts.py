@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.debian import missing
 from tests.cluster.paced import SECONDS
 from tests.ranks import ROOT
 from tests.runs.processes import environment
@@ -63,8 +64,8 @@ def wait(process: "subprocess.Popen[bytes]", log: Path, seconds: float = 120) ->
 @contextmanager
 def hosts(number: int) -> Iterator[list[Host]]:
     """Skips the test where there can be none."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
-        pytest.skip("needs root and iproute2, for network namespaces")
+    if why := missing(["ip", "unshare"], ["iproute2", "util-linux"]):
+        pytest.skip(why)
     made = [Host(f"espalier-h{place}", f"10.77.5.{10 + place}") for place in range(1, number + 1)]
     names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in made)
     try:

@@ -2,7 +2,6 @@
 (multiple-slurmd)."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -12,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.debian import missing
 from tests.ranks import ROOT
 
-PACKAGES = ["slurm-wlm", "munge"]
 NODES = ["espalier-n1", "espalier-n2"]
 FIRST_PORT = 16820
 # A requeued job waits until the credential of its last start has expired, and a node that is silent so long is down.
@@ -33,7 +32,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SlurmdTimeout={silent}
 ReturnToService=2
-KillWait=20
+KillWait=12
 SchedulerParameters=sched_interval=2,bf_interval=2
 SlurmUser=root
 SlurmdUser=root
@@ -46,24 +45,6 @@ SlurmdLogFile={folder}/%n.log
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def installed() -> str:
-    """Why there can be no Slurm here; "" where it is installed, now or before."""
-    if os.geteuid() != 0:
-        return "needs root, to start Slurm and its munge"
-    if all(map(shutil.which, ("slurmctld", "slurmd", "munged"))):
-        return ""
-    if shutil.which("apt-get") is None:
-        return f"needs {' and '.join(PACKAGES)}, and there is no apt-get"
-    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
-    for command in (["apt-get", "update", "-qq"], install):
-        done = subprocess.run(
-            command, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            return f"needs {' and '.join(PACKAGES)}; {' '.join(command)}: {done.stderr.strip()[-300:]}"
-    return ""
 
 
 class Cluster:
@@ -188,7 +169,7 @@ class Cluster:
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Skips the test where there can be none."""
-    if why := installed():
+    if why := missing(["slurmctld", "slurmd", "munged"], ["slurm-wlm", "munge"]):
         pytest.skip(why)
     running = Cluster(folder)
     try:

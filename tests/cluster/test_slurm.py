@@ -86,7 +86,7 @@ def test_a_mistake_is_told_before_anything_starts(slurm: Cluster, runs: Runs) ->
 
 def test_a_sweep_as_an_array(slurm: Cluster, runs: Runs) -> None:
     """A task for each value; --signal's USR1 to one of them has it saved and started again."""
-    job = submit(slurm, runs, "--array=0-1", "optimizer.lr=0.01,0.005 name=sweep", paced=0.15)
+    job = submit(slurm, runs, "--array=0-1", "optimizer.lr=0.01,0.005 name=sweep", paced=0.06)
     slurm.wait_until(lambda: steps_done(runs, "sweep-1") >= 5, 100)
     slurm.ask("scancel", "--signal=USR1", f"{job}_1")
     for task in (0, 1):

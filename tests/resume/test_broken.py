@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -201,6 +202,29 @@ def test_a_limit_of_time(runs: Runs, whole: str) -> None:
     runs.finish("limited", DROPOUT)
     check_steps(runs, "limited", whole)
     check_same_bits(runs, "limited", whole)
+
+
+def in_a_slurm_job(seconds: float) -> None:
+    """That ends so soon."""
+    os.environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time() + seconds))}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_end_of_a_slurm_job(runs: Runs, ranks: int) -> None:
+    """Known to one rank, it stops all, as early as a machine's notice would be; with a far end the run is finished."""
+    name, words = f"slurm-{ranks}", f"{DROPOUT} steps=6 evals=none checkpoint.every=0" + " parallel=ddp" * (ranks > 1)
+    outcomes = runs.start(name, f"{words} checkpoint.grace_seconds=100", partial(in_a_slurm_job, 90), ranks=ranks)
+    assert [outcome.code for outcome in outcomes] == ([SAVED] if ranks == 1 else [0, 0])
+    status = runs.status(name)
+    assert (status["state"], status["message"]) == ("saved", "stopped by the end of its Slurm job")
+    assert runs.checkpoints(name) == [status["step"]] == [ranks]  # with several ranks one step later
+    runs.finish(name, words, partial(in_a_slurm_job, 3600 * 24 * 365), ranks=ranks)
+
+
+def test_a_save_that_takes_longer_than_the_notice_is_warned_of(runs: Runs) -> None:
+    said = runs.finish("short-notice", f"{DROPOUT} checkpoint.grace_seconds=0")
+    assert said.count("warning: saving step 3 took") == said.count("warning: saving step") == 1
+    assert "warning: saving" not in runs.finish("long-notice", DROPOUT)
 
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
