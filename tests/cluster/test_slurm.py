@@ -56,7 +56,7 @@ def log(runs: Runs, name: str) -> str:
     return (runs.folder(name) / "run.log").read_text()
 
 
-def wait_for_the_end(slurm: Cluster, job: str, seconds: float = 150) -> None:
+def wait_for_the_end(slurm: Cluster, job: str, seconds: float = 240) -> None:
     slurm.wait_until(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "TIMEOUT"), seconds)
     assert slurm.state(job) == "COMPLETED", slurm.told()
 
@@ -65,7 +65,7 @@ def test_cancelled(slurm: Cluster, runs: Runs, whole: str) -> None:
     """It saves, stays away, and goes on when it is submitted again."""
     words = "parallel=ddp name=cancelled checkpoint.every=0"
     job = submit(slurm, runs, "--nodes=2", words, paced=0.3)
-    slurm.wait_until(lambda: steps_done(runs, "cancelled") >= 5, 100)
+    slurm.wait_until(lambda: steps_done(runs, "cancelled") >= 5, 200)
     slurm.ask("scancel", job)
     slurm.wait_until(lambda: slurm.state(job) == "CANCELLED", 60)
     assert slurm.restarts(job) == 0
@@ -87,7 +87,7 @@ def test_a_mistake_is_told_before_anything_starts(slurm: Cluster, runs: Runs) ->
 def test_a_sweep_as_an_array(slurm: Cluster, runs: Runs) -> None:
     """A task for each value; --signal's USR1 to one of them has it saved and started again."""
     job = submit(slurm, runs, "--array=0-1", "optimizer.lr=0.01,0.005 name=sweep", paced=0.06)
-    slurm.wait_until(lambda: steps_done(runs, "sweep-1") >= 5, 100)
+    slurm.wait_until(lambda: steps_done(runs, "sweep-1") >= 5, 200)
     slurm.ask("scancel", "--signal=USR1", f"{job}_1")
     for task in (0, 1):
         wait_for_the_end(slurm, f"{job}_{task}")
@@ -100,7 +100,7 @@ def test_a_sweep_as_an_array(slurm: Cluster, runs: Runs) -> None:
 
 def test_a_time_limit(slurm: Cluster, runs: Runs, whole: str, limited: str) -> None:
     """Of one minute, known from squeue: saved before it, put back in the queue, and on to the end."""
-    wait_for_the_end(slurm, limited, 200)
+    wait_for_the_end(slurm, limited)
     assert slurm.restarts(limited) >= 1  # more where the machine is slow to start
     assert "stopped by the end of its Slurm job: saved at step" in log(runs, "limited")
     check_same_bits(runs, "limited", whole, STEPS)
@@ -109,9 +109,9 @@ def test_a_time_limit(slurm: Cluster, runs: Runs, whole: str, limited: str) -> N
 def test_a_lost_node(slurm: Cluster, runs: Runs, whole: str) -> None:
     """All on it is killed at once; when Slurm has noticed and the node is back, the run goes on."""
     job = submit(slurm, runs, "--nodes=2", "parallel=ddp name=lost", paced=0.3)
-    slurm.wait_until(lambda: bool(runs.checkpoints("lost")), 100)
+    slurm.wait_until(lambda: bool(runs.checkpoints("lost")), 200)
     slurm.lose_node(NODES[1])
-    slurm.wait_until(lambda: slurm.restarts(job) == 1, 100)
+    slurm.wait_until(lambda: slurm.restarts(job) == 1, 200)
     slurm.start_node(NODES[1])
     wait_for_the_end(slurm, job)
     assert "going on from" in log(runs, "lost")
