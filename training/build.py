@@ -43,6 +43,7 @@ from training.plan import axes_table, counts_told, settle_activations, stages_ta
 from training.refusal import Problem, Refusal
 from training.resolve import DEGREES, Chosen, data_ranks, rank_sequences, resolve_epochs
 from training.schedule import Schedule
+from training.spikes import Spikes
 from training.step import Step
 from training.tokenizers import Tokenizer, build
 from training.unresolved import digests
@@ -161,6 +162,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
             spread.pipeline.bubble_share if spread.pipeline is not None else None,
             config.model if config.model.moe.experts > 0 else None,
         ),
+        spikes=Spikes(config.spikes, place.folder.rollbacks_path),
         writers=build_writers(config, place, about["config"]),
         checkpoints=Checkpoints(
             Store(place.folder.checkpoints, place.ranks),

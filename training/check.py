@@ -54,7 +54,8 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         model.mup_base_dim model.mup_base_head_dim
         model.vocab_multiple steps tokens sequence_length batch_sequences batch_tokens
         data.shuffle_block data.workers data.prefetch optimizer.powersgd_rank
-        optimizer.max_skipped evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
+        optimizer.max_skipped spikes.window spikes.max_rollbacks
+        evals.heldout_tokens evals.continuation_items evals.batch_sequences metrics.every
         model.latent.q_rank model.latent.nope_dim model.latent.rope_dim model.latent.value_dim
         model.moe.top_k model.moe.dim model.moe.groups model.moe.top_groups
         hardware.gpus hardware.ranks_per_host parallel.stages_per_rank
@@ -73,7 +74,8 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         "must be at least 1, or -1 for the most ranks that can share the experts",
     ),
     (
-        """seed checkpoint.every checkpoint.keep checkpoint.permanent_every
+        """seed spikes.threshold spikes.before spikes.after
+        checkpoint.every checkpoint.keep checkpoint.permanent_every
         checkpoint.ephemeral_every checkpoint.grace_seconds evals.every metrics.sample_tokens
         schedule.warmup_steps schedule.warmup_tokens schedule.decay_steps schedule.decay_tokens
         optimizer.weight_decay optimizer.powersgd_start_step model.init_std model.z_loss
@@ -163,6 +165,7 @@ def _between(config: Config, world: World) -> Iterator[Problem]:
         _experts,
         _schedule_units,
         _checkpoint,
+        _spikes,
         _evals,
         _metrics,
     ]
@@ -711,6 +714,24 @@ def _keep_best(config: Config) -> Iterator[Problem]:
     elif best_is is not known[wanted]:
         reason = f"of {wanted} the {known[wanted].name} is best"
         yield Problem("checkpoint.best_is", best_is.name, reason, f"checkpoint.best_is={known[wanted].name}")
+
+
+def _spikes(config: Config, world: World) -> Iterator[Problem]:
+    """Whether there is a checkpoint to go back to when a spike comes right after one."""
+    spikes, every, keep = config.spikes, config.checkpoint.every, config.checkpoint.keep
+    if spikes.threshold <= 0:
+        return
+    if config.steps is not None and spikes.window >= config.steps:
+        reason = f"no step has so many before it: the run has {config.steps:,}"
+        instead = "spikes.threshold=0" if config.steps == 1 else f"spikes.window={max(config.steps // 10, 1)}"
+        yield Problem("spikes.window", spikes.window, reason, instead)
+    if every == 0:
+        reason = "there is no checkpoint to go back to: checkpoint.every is 0"
+        yield Problem("spikes.threshold", spikes.threshold, reason, "checkpoint.every=500, or spikes.threshold=0")
+    elif every > 0 and keep >= 0 and (least := 1 + math.ceil(spikes.before / every)) > max(keep, 1):
+        reason = f"right after a checkpoint a run goes back to one {counted(spikes.before, 'step')} before it, and "
+        reason += "that must still be there"
+        yield Problem("checkpoint.keep", keep, reason, f"checkpoint.keep={least}, or spikes.before=0")
 
 
 def _evals(config: Config, world: World) -> Iterator[Problem]:

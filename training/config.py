@@ -216,6 +216,20 @@ class CheckpointConfig:
 
 
 @dataclass
+class SpikesConfig:
+    """When a run goes back to before a spike and leaves out the batches that caused it."""
+
+    threshold: float = key(
+        0.0,
+        "a step is a spike where its loss or gradient norm is so many deviations above the median of the window, robustly estimated; 20 is a cautious value; 0: none is looked for",
+    )
+    window: int = key(100, "steps before, to which a step is compared; before there are so many, nothing is a spike")
+    before: int = key(1, "batches before the spike's that are left out too")
+    after: int = key(0, "batches after the spike's that are left out too")
+    max_rollbacks: int = key(5, "so often the run goes back; the next spike ends it")
+
+
+@dataclass
 class EvalsConfig:
     """The suite that scores each scheduled checkpoint. The same items in the same order for the whole run."""
 
@@ -324,6 +338,7 @@ class Config:
     optimizer: OptimizerConfig = key(OptimizerConfig, "the optimizer")
     schedule: ScheduleConfig = key(ScheduleConfig, "the learning rate over the run")
     checkpoint: CheckpointConfig = key(CheckpointConfig, "what is saved and kept", Changes.io)
+    spikes: SpikesConfig = key(SpikesConfig, "what is done about spikes")
     evals: EvalsConfig = key(EvalsConfig, "the evaluation suite", Changes.io)
     metrics: MetricsConfig = key(MetricsConfig, "what is shown and written", Changes.io)
     hardware: HardwareConfig = key(HardwareConfig, "the machine", Changes.layout)

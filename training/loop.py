@@ -1,14 +1,16 @@
 """The steps of a run."""
 
 import gc
+import logging
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from parallel.mesh import shorten_timeouts
 from training.agreement import Agreement
 from training.checkpoint.contents import Checkpoints
 from training.checkpoint.folders import Saved
-from training.config import Config, TestRestore
+from training.config import Config, Load, TestRestore
 from training.data.batches import Batches
 from training.evaluation import Evaluation
 from training.faults import Stopped, StopRequest
@@ -18,11 +20,14 @@ from training.metrics.writers import Writers
 from training.ranks import Ranks
 from training.schedule import Schedule
 from training.seeds import seed_step
+from training.spikes import Spike, Spikes, TooManySpikes
 from training.status import State, Status
 from training.step import Step
 from training.windows import Windows
 
 LONG_RUN_SECONDS = 3600.0  # from here on checkpoint.test_restore=auto tests
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Run:
     schedule: Schedule
     windows: Windows
     meters: Meters
+    spikes: Spikes
     writers: Writers
     checkpoints: Checkpoints
     exports: Exports | None  # with checkpoint.export_hf
@@ -46,6 +52,11 @@ class Run:
     status: Status
     agreement: Agreement | None  # with debug=paranoid
     step_begun: int = 0  # for the message when something fails
+    proven: bool = False
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint has besides the state, for a run that goes on."""
+        return {"tokens": self.meters.tokens, "skipped_steps": self.meters.skipped, "spikes": self.spikes.state()}
 
 
 def train(run: Run, steps_done: int) -> Stopped | None:
@@ -56,23 +67,37 @@ def train(run: Run, steps_done: int) -> Stopped | None:
     """
     gc.collect()
     gc.disable()  # a collection in one rank's step makes all wait; ours comes where they wait anyway
+    try:
+        while True:
+            end = train_on(run, steps_done)
+            if not isinstance(end, Spike):
+                return end
+            steps_done = run.status.step
+    finally:
+        gc.enable()
+
+
+def train_on(run: Run, steps_done: int) -> Stopped | Spike | None:
+    """The steps until the run ends, or has gone back to a checkpoint because of a spike."""
     batches = run.batches.iterate(steps_done, run.meters.tokens)
     try:
         for batch in batches:
             step, lr = batch.step + 1, run.schedule.lr(batch.step)
+            first, last = not run.proven, step == run.steps
             run.step_begun = step
             seed_step(run.config.seed, batch.step, run.random_coordinate)
             run.windows.train(batch.step)
             run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr, run.agreement))
             run.status.step = step
 
-            first, last = step == steps_done + 1, step == run.steps
             if first:
                 run.stop.watch_steps(run.ranks)
             stopped = run.stop.poll()
             kind = "final" if last else run.checkpoints.kind_due(step, run.stop.save_due)
             if stopped or kind or first or step % run.config.metrics.every == 0 or _is_scored(run, step, kind):
-                report(run, step)
+                spike = report(run, step)
+                if spike is not None and go_back(run, spike):
+                    return spike
             if first:
                 prove(run, step)
             stopped = pause(run, step, kind, stopped)
@@ -81,7 +106,6 @@ def train(run: Run, steps_done: int) -> Stopped | None:
         raise AssertionError("the batches ended before the run")
     finally:
         batches.close()
-        gc.enable()
 
 
 def _is_scored(run: Run, step: int, kind: str | None) -> bool:
@@ -90,21 +114,81 @@ def _is_scored(run: Run, step: int, kind: str | None) -> bool:
     return kind in ("final", "scheduled") or (every > 0 and step % every == 0)
 
 
-def report(run: Run, step: int) -> None:
-    """Reads the steps since the last report from the device and writes them."""
-    run.writers.steps(run.meters.read(run.batches.wait_seconds))
+def report(run: Run, step: int) -> Spike | None:
+    """Reads the steps since the last report from the device and writes them. Returns the first of them that is a spike,
+    by rank 0's word. So no checkpoint is saved of a step that nobody has looked at."""
+    records = [
+        record | {"rollbacks": len(run.spikes.rollbacks)} for record in run.meters.read(run.batches.wait_seconds)
+    ]
+    run.writers.steps(records)
     run.meters.check_skipped(step)
+    if run.config.spikes.threshold == 0:
+        return None
+    spike = run.ranks.first(run.spikes.find(records))
+    if spike is not None:
+        # if there is nothing to go back to
+        run.spikes.accept([record for record in records if record["step"] >= spike.step])
+    return spike
+
+
+def restore(run: Run, saved: Saved) -> None:
+    """Takes over all of a checkpoint."""
+    written = run.ranks.first(run.spikes.written() if run.ranks.rank == 0 else [])
+    run.checkpoints.restore(saved, Load.all)
+    run.status.step = saved.info["step"]
+    run.meters.tokens, run.meters.skipped = saved.info["tokens"], saved.info["skipped_steps"]
+    run.spikes.load(saved.info.get("spikes"), written)
+    run.batches.order = run.spikes.without(run.batches.order)
+    run.status.rollbacks = len(run.spikes.rollbacks)
+
+
+def go_back(run: Run, spike: Spike) -> bool:
+    """Goes back to the newest checkpoint before the batches of the spike, and leaves them out from now on. Returns
+    whether there is one. Raises TooManySpikes.
+
+    Killed at any point, the run either knows of it when it starts again or meets the spike again."""
+    config, order = run.config.spikes, run.batches.order
+    if len(run.spikes.rollbacks) >= config.max_rollbacks:
+        raise TooManySpikes(f"{spike}; the run has gone back {len(run.spikes.rollbacks)} times already")
+    there = run.checkpoints.store.all()
+    before = [saved for saved in there if saved.step < spike.step - config.before]
+    if not before:
+        _warn(run, f"{spike}. There is no checkpoint from before it, so the run goes on")
+        return False
+    saved = before[-1]
+    restore(run, saved)
+    assert run.config.batch_sequences is not None
+    rollback = run.spikes.rollback(spike, saved.step, saved.info["tokens"], order, run.config.batch_sequences)
+    for later in there[len(before) :]:
+        run.checkpoints.store.remove(later)
+    run.spikes.rollbacks.append(rollback)
+    run.ranks.first_does(run.spikes.write)
+    run.batches.order = run.spikes.without(order)
+    run.writers.start(saved.step + 1)
+    run.status.checkpoint, run.status.rollbacks = saved.step, len(run.spikes.rollbacks)
+    if run.ranks.rank == 0:
+        run.status.write(State.running)
+    samples = f"samples {rollback.first:,} to {rollback.stop - 1:,} are left out"
+    _warn(run, f"{spike}. Back to step {saved.step}: {samples} (rollback {run.status.rollbacks})")
+    run.meters.restart_clock(run.batches.wait_seconds)
+    return True
+
+
+def _warn(run: Run, text: str) -> None:
+    if run.ranks.rank == 0:
+        log.warning("%s", text)
 
 
 def prove(run: Run, step: int) -> None:
     """After the first step: what connects and compiles is done, so collectives may wait less long; and a run that is
     meant to last shows that what it saves can be read back."""
+    run.proven = True
     meshes = [] if run.step.mesh is None else [run.step.mesh, *run.step.spread.views]
     shorten_timeouts(meshes, run.ranks.group, run.config.parallel.timeout_seconds)
     wanted = run.config.checkpoint.test_restore
     lasts = run.ranks.first(run.meters.last_step_seconds * (run.steps - step) > LONG_RUN_SECONDS)
     if wanted is TestRestore.always or (wanted is TestRestore.auto and lasts):
-        saving, reading = run.checkpoints.test_restore(step, run.meters.tokens, run.meters.skipped)
+        saving, reading = run.checkpoints.test_restore(step, run.progress())
         told = f"saved in {saving:.1f} s, read back in {reading:.1f} s, equal bit by bit"
         run.writers.text("restore test", told, step)
         run.meters.restart_clock(run.batches.wait_seconds)
@@ -128,7 +212,7 @@ def save(run: Run, step: int, kind: str) -> Saved:
     """Every step up to this one is in the metrics on disk before the checkpoint is complete."""
     run.writers.flush()
     began = time.perf_counter()
-    saved = run.checkpoints.save(step, run.meters.tokens, run.meters.skipped, kind)
+    saved = run.checkpoints.save(step, run.progress(), kind)
     run.stop.note_save(step, time.perf_counter() - began)
     run.status.checkpoint = step
     run.stop.saved()

@@ -25,7 +25,7 @@ from training.faults import Stopped
 from training.folder import RunFolder, claim
 from training.health import BadHost, check_health
 from training.huggingface import export_problem, load_folder
-from training.loop import Run, score, train
+from training.loop import Run, restore, score, train
 from training.memory import OutOfMemory, is_out_of_memory, out_of_memory_report
 from training.metrics import writers
 from training.metrics.console import final_table
@@ -45,13 +45,23 @@ from training.place import (
 from training.ranks import Ranks
 from training.refusal import Problem, Refusal, refuse
 from training.resolve import Chosen, World
+from training.spikes import TooManySpikes
 from training.status import State
 from training.tokenizers import Tokenizer
 from training.unresolved import saved_values
 
 Act = Callable[[Config, Chosen, Place], int]
 # failures whose message says all; no traceback
-EXPLAINED = (BadHost, BatchFailed, OutOfMemory, ReplicasDiffer, SaveFailed, TooManySkipped, WrongValues)
+EXPLAINED = (
+    BadHost,
+    BatchFailed,
+    OutOfMemory,
+    ReplicasDiffer,
+    SaveFailed,
+    TooManySkipped,
+    TooManySpikes,
+    WrongValues,
+)
 
 
 def run(config: Config, world: World, chosen: Chosen) -> int:
@@ -251,10 +261,11 @@ def go(run: Run, place: Place, began: float) -> Stopped | None:
         load_folder(run.step.spread, Path(run.config.model.init_from))
         place.console.say(f"starting from {run.config.model.init_from}")
     if saved is not None:
-        run.checkpoints.restore(saved, parts)
         if parts is Load.all:
-            steps_done = run.status.step = saved.info["step"]
-            run.meters.tokens, run.meters.skipped = saved.info["tokens"], saved.info["skipped_steps"]
+            restore(run, saved)
+            steps_done = run.status.step
+        else:
+            run.checkpoints.restore(saved, parts)
         place.console.say(f"{'going on' if parts is Load.all else 'starting'} from {saved.folder}")
         if run.meters.tokens % run.batches.order.sequence_length != 0:
             place.console.say("  sequence_length has changed: the data goes on at the next whole sequence")

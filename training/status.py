@@ -23,14 +23,15 @@ class State(Enum):
 class Status:
     """The status file of one run, written by rank 0 and by any rank that fails. A run that is killed leaves `running`.
 
-    Every rank keeps what it will say: `step`, the last one done, and `checkpoint`, the step of the newest one the run
-    has."""
+    Every rank keeps what it will say: `step`, the last one done, `checkpoint`, the step of the newest one the run
+    has, and `rollbacks`, how often it has gone back because of a spike."""
 
     def __init__(self, path: Path, command: str) -> None:
         self.path = path
         self.command = command
         self.step = 0
         self.checkpoint: int | None = None
+        self.rollbacks = 0
 
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
         """exit_code: of train.py itself; None while it runs."""
@@ -40,6 +41,7 @@ class Status:
                 "state": state.name,
                 "step": self.step,
                 "checkpoint": self.checkpoint,
+                "rollbacks": self.rollbacks,
                 "exit_code": exit_code,
                 "command": self.command,
                 "message": message,

@@ -83,6 +83,11 @@ def test_the_default_is_right() -> None:
         ("optimizer__powersgd_rank", 2, "optimizer.compression=powersgd"),
         ("optimizer__powersgd_rank", 0, "optimizer.powersgd_rank=4"),
         ("optimizer__powersgd_start_step", -1, "optimizer.powersgd_start_step=0"),
+        ("spikes__threshold", -1.0, "spikes.threshold=0.0"),
+        ("spikes__window", 0, "spikes.window=1"),
+        ("spikes__before", -1, "spikes.before=0"),
+        ("spikes__after", -1, "spikes.after=0"),
+        ("spikes__max_rollbacks", 0, "spikes.max_rollbacks=1"),
         ("data__heldout", 1.0, "data.heldout=0.05"),
         ("data__heldout", 0.0, "evals=none"),
         ("data__files", ["a"], "data=text"),
@@ -140,6 +145,31 @@ def test_a_secret_in_a_url_is_not_said() -> None:
         given: dict[str, Any] = {f"checkpoint__{key}": "s3://me:hunter2@bucket/run"}
         found = problems(**given)
         assert list(found) == [f"checkpoint.{key}"] and "hunter2" not in str(found[f"checkpoint.{key}"])
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "instead"),
+    [
+        ({"spikes__window": 100}, "spikes.window", "spikes.window=10"),
+        ({"checkpoint__every": 0}, "spikes.threshold", "checkpoint.every=500, or spikes.threshold=0"),
+        ({"checkpoint__keep": 1}, "checkpoint.keep", "checkpoint.keep=2, or spikes.before=0"),
+        ({"checkpoint__keep": 0}, "checkpoint.keep", "checkpoint.keep=2, or spikes.before=0"),
+        (
+            {"checkpoint__every": 10, "spikes__before": 21},
+            "checkpoint.keep",
+            "checkpoint.keep=4, or spikes.before=0",
+        ),
+    ],
+)
+def test_a_spike_has_a_checkpoint_to_go_back_to(values: dict[str, Any], key: str, instead: str) -> None:
+    usual: dict[str, Any] = {"spikes__threshold": 20.0, "spikes__window": 10}
+    assert problems(**usual) == {}
+    found = problems(**usual | values)
+    assert {name: problem.instead for name, problem in found.items()} == {key: instead}
+    for way in instead.split(", or "):
+        name, _, value = way.partition("=")
+        assert problems(**usual | values | {name.replace(".", "__"): int(value)}) == {}, way
+    assert problems(**usual | values | {"spikes__threshold": 0.0}) == {}
 
 
 def test_mup_is_for_adam() -> None:

@@ -59,6 +59,7 @@ def test_status(tmp_path: Path) -> None:
         "state": "saved",
         "step": 40,
         "checkpoint": 30,
+        "rollbacks": 0,
         "exit_code": 75,
         "command": "python train.py",
         "message": "SIGTERM",

@@ -62,11 +62,11 @@ class Checkpoints:
             return "scheduled"
         return "ephemeral" if _multiple(step, self.config.ephemeral_every) or clock_due else None
 
-    def save(self, step: int, tokens: int, skipped_steps: int, kind: str) -> Saved:
-        """kind: scheduled | final | ephemeral | signal. Raises SaveFailed on every rank; older checkpoints are
-        untouched then."""
+    def save(self, step: int, progress: dict[str, Any], kind: str) -> Saved:
+        """progress: what else must be known to go on, JSON values. kind: scheduled | final | ephemeral | signal. Raises
+        SaveFailed on every rank; older checkpoints are untouched then."""
         permanent = kind == "final" or self._is_permanent(step)
-        saved = self._write(step, tokens, skipped_steps, kind, permanent)
+        saved = self._write(step, progress, kind, permanent)
         self.store.prune(policy_of(self.config))
         if self.mirror is not None:
             self.mirror.saved()
@@ -75,8 +75,8 @@ class Checkpoints:
     def _is_permanent(self, step: int) -> bool:
         return _multiple(step, self.config.permanent_every) or step in self.config.permanent_steps
 
-    def _write(self, step: int, tokens: int, skipped_steps: int, kind: str, permanent: bool) -> Saved:
-        info = {"step": step, "tokens": tokens, "skipped_steps": skipped_steps, "kind": kind, "permanent": permanent}
+    def _write(self, step: int, progress: dict[str, Any], kind: str, permanent: bool) -> Saved:
+        info = {"step": step, **progress, "kind": kind, "permanent": permanent}
         return self.store.save(step, self.state(), info | self.about)
 
     def restore(self, saved: Saved, parts: Load) -> None:
@@ -103,12 +103,12 @@ class Checkpoints:
                 return f"{saved.folder} was saved with {key}={before}, and it is {now}"
         return ""
 
-    def test_restore(self, step: int, tokens: int, skipped_steps: int) -> tuple[float, float]:
+    def test_restore(self, step: int, progress: dict[str, Any]) -> tuple[float, float]:
         """Saves to the real destination, reads it back, compares bit by bit and deletes it. Returns the seconds of
         saving and of reading. Raises SaveFailed where a bit differs. A run that is killed meanwhile goes on from it, so
         it is whole; it takes the place of no other, as it will be gone."""
         began = time.perf_counter()
-        saved = self._write(step, tokens, skipped_steps, "test", permanent=False)
+        saved = self._write(step, progress, "test", permanent=False)
         seconds = time.perf_counter() - began
         report = self.store.verify_restore(saved, self.state())
         self.store.remove(saved)

@@ -1,4 +1,4 @@
-"""The order in which training reads its tokens: a pure function of (tokens, seed, index), with nothing to save."""
+"""The order in which training reads its tokens: a pure function of (tokens, seed, index, what is left out)."""
 
 from dataclasses import dataclass
 
@@ -26,6 +26,9 @@ class Order:
     shuffle: Shuffle = Shuffle.full
     block: int = 1024
     """two_level: samples in a block. Blocks are shuffled, and samples within each block."""
+    left_out: tuple[tuple[int, int], ...] = ()
+    """Ranges of samples, the first and the one after the last, that are passed over; counted from the start of the run
+    with nothing left out. They may touch and lie in each other."""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -33,13 +36,22 @@ class Order:
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
         """First token of each sample: indices [n] counted from the start of the run -> [n] int64."""
-        indices = np.asarray(indices, np.int64)
+        indices = self.unskipped(indices)
         epochs, places = np.divmod(indices, self.samples_per_epoch)
         samples = np.empty_like(indices)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             samples[here] = self._samples(int(epoch), places[here])
         return samples * self.sequence_length
+
+    def unskipped(self, indices: np.ndarray) -> np.ndarray:
+        """Indices [n] of samples that are read -> what they were if nothing were left out, [n] int64."""
+        indices = np.array(indices, np.int64)
+        end = 0
+        for first, stop in sorted(self.left_out):
+            first, end = max(first, end), max(stop, end)
+            indices[indices >= first] += end - first
+        return indices
 
     def _samples(self, epoch: int, places: np.ndarray) -> np.ndarray:
         if self.shuffle is Shuffle.none:

@@ -25,8 +25,8 @@ class Writer(Protocol):
     """Steps are counted from 1: the record of step 5 tells of the step that made the weights of checkpoint 5."""
 
     def start(self, first_step: int) -> None:
-        """Called once before anything is written. Forgets what an earlier start of this run wrote of `first_step` and
-        later, since these steps are done again; scores of checkpoint `first_step - 1` stay."""
+        """Called before anything is written, and again when the run goes back. Forgets what was written before of
+        `first_step` and later, since these steps are done again; scores of checkpoint `first_step - 1` stay."""
 
     def steps(self, records: list[Record]) -> None:
         """The steps since the last call, in order."""
@@ -111,7 +111,7 @@ def problems(config: MetricsConfig) -> list[Problem]:
 
 def tags(record: Record) -> dict[str, float]:
     """The numbers of a step under the names they have in TensorBoard and W&B."""
-    groups = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped_steps"), "train")
+    groups = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped_steps", "rollbacks"), "train")
     groups |= dict.fromkeys(("expert_load_max", "expert_load_min", "expert_load_cv", "dropped_share"), "experts")
     return {
         f"{groups.get(name, 'speed')}/{name}": value
@@ -250,6 +250,9 @@ class WandB:
         self.sent = {"step": 0, "scored": 0}  # last step whose record, and whose scores, W&B has
 
     def start(self, first_step: int) -> None:
+        if self.run is not None:  # the steps that are done again are others
+            self.sent = {key: min(last, first_step - 1) for key, last in self.sent.items()}
+            return
         path = self.folder / "wandb.json"
         if not path.exists():
             write_json(path, {"id": secrets.token_hex(4)})

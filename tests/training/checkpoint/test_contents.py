@@ -27,7 +27,7 @@ def checkpoints(folder: Path, keep: int) -> Checkpoints:
 
 def restore_test(folder: Path, keep: int) -> None:
     ours = checkpoints(folder, keep)
-    only = ours.save(153, 1530, 0, "scheduled")
+    only = ours.save(153, {}, "scheduled")
     real = ours.store.verify_restore
     seen: list[int] = []
 
@@ -36,7 +36,7 @@ def restore_test(folder: Path, keep: int) -> None:
         return real(saved, state)
 
     ours.store.verify_restore = verify_restore  # type: ignore[method-assign]
-    ours.test_restore(154, 1540, 0)
+    ours.test_restore(154, {})
     assert seen == [153, 154]
     assert ours.store.all() == [only]
 

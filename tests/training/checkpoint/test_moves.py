@@ -102,7 +102,7 @@ def save(folder: Path, drawn: Drawn, ranks: Ranks) -> Seen:
     checkpoints = Checkpoints(Store(folder, ranks), CheckpointConfig(), spread, step.optimizer, {})
     for batch in batches()[:2]:
         take(step, config, batch)
-    checkpoints.save(2, 0, 0, "scheduled")
+    checkpoints.save(2, {}, "scheduled")
     return Seen(gather(checkpoints.state()).values, take(step, config, batches()[2]))
 
 

@@ -1,6 +1,7 @@
 """The order of samples: a permutation of each epoch, the same for ever, with no token lost."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,6 +59,22 @@ def test_epochs_and_seeds_differ(shuffle: Shuffle) -> None:
 
 def test_no_shuffle_is_the_order_of_the_corpus() -> None:
     assert Order(25, 10, 0, Shuffle.none).starts(np.arange(7)).tolist() == [0, 10, 20, 0, 10, 20, 0]
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size=5)
+
+
+@given(RANGES, st.integers(1, 40))
+@settings(deadline=None, max_examples=100)
+def test_what_is_left_out_is_passed_over(ranges: list[tuple[int, int]], samples: int) -> None:
+    """Also where ranges touch, lie in each other or reach into the next epoch."""
+    whole = Order(samples, 1, 7)
+    without = replace(whole, left_out=tuple((first, first + count) for first, count in ranges))
+    gone = {index for first, count in ranges for index in range(first, first + count)}
+    kept = [index for index in range(200) if index not in gone][:100]
+    assert without.unskipped(np.arange(100)).tolist() == kept
+    assert without.starts(np.arange(100)).tolist() == whole.starts(np.array(kept)).tolist()
+    assert without.starts(np.arange(99, -1, -7)).tolist() == whole.starts(np.array(kept))[::-7].tolist()
 
 
 def scalar_permute(value: int, size: int, key: int) -> int:
