@@ -147,6 +147,7 @@ class Clock:
         self.on_gpu = device.type == "cuda"
         self.intervals: dict[str, list[tuple[Any, Any]]] = {"busy": [], "all": []}
         self.open: set[str] = set()
+        self.begun = 0  # intervals so far
 
     def _now(self) -> Any:
         if not self.on_gpu:
@@ -162,6 +163,7 @@ class Clock:
             yield
             return
         self.open.add(what)
+        self.begun += 1
         begin = self._now()
         yield
         self.open.remove(what)

@@ -72,7 +72,7 @@ class ParallelConfig:
     )
     timeout_seconds: float = key(
         600.0,
-        "a collective that waits longer ends the run; the first step may take three times as long",
+        "ranks that wait for another for longer end the run; the first step may take three times as long",
         Changes.layout,
     )
     allow_mixed_devices: bool = key(

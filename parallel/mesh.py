@@ -16,6 +16,7 @@ EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")  # of the same ranks,
 DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these see different tokens
 LOSS_AXES = (*DATA_AXES, "pp")  # ranks along these have parts of the loss: along pp all but one have 0
 FIRST_STEP_PATIENCE = 3  # the first step compiles and connects: its collectives may wait this many times longer
+LEEWAY_SECONDS = 15.0  # in which who waits for whom is found out and told, before a collective gives up
 
 
 def launched() -> bool:
@@ -27,12 +28,12 @@ def start_process_group(device: torch.device, timeout_seconds: float) -> dist.Pr
     """Connects the ranks (torchrun's environment, or this process alone) and returns a group on CPU for agreement and
     saving."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_seconds)
+    patience = timedelta(seconds=timeout_seconds * FIRST_STEP_PATIENCE + LEEWAY_SECONDS)
     if launched():
-        dist.init_process_group(backend, timeout=timeout * FIRST_STEP_PATIENCE)
+        dist.init_process_group(backend, timeout=patience)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    group = dist.new_group(backend="gloo", timeout=timeout * FIRST_STEP_PATIENCE)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+    group = dist.new_group(backend="gloo", timeout=patience)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -46,7 +47,7 @@ def shorten_timeouts(meshes: Sequence[DeviceMesh], cpu_group: dist.ProcessGroup 
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     of_meshes = [group for mesh in meshes for group in mesh.get_all_groups()]
     for group in (dist.group.WORLD, cpu_group, *of_meshes):
-        set_timeout(timedelta(seconds=timeout_seconds), group)
+        set_timeout(timedelta(seconds=timeout_seconds + LEEWAY_SECONDS), group)
 
 
 def build_mesh(degrees: ParallelConfig, device: torch.device) -> DeviceMesh:

@@ -1,6 +1,7 @@
 """Everything that takes part in the steps, built from the config in the order in which things depend on each other."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from models.flops import flops_per_token, parameters
 from parallel.apply import Spread, parallelize
 from parallel.config import UNCOMPRESSED, Dtype, Scope
-from parallel.mesh import data_coordinate, random_coordinate
+from parallel.mesh import FIRST_STEP_PATIENCE, data_coordinate, random_coordinate
 from parallel.precision import settle
 from parallel.recomputation import told
 from training import memory
@@ -38,7 +39,7 @@ from training.metrics.meters import Meters, Speed
 from training.metrics.throughput import no_peak, peak_flops
 from training.metrics.writers import Writers
 from training.optimizers.build import build_optimizer
-from training.place import Place
+from training.place import Place, tell_hang
 from training.plan import axes_table, counts_told, settle_activations, stages_table, unplanned
 from training.refusal import Problem, Refusal
 from training.resolve import DEGREES, Chosen, data_ranks, rank_sequences, resolve_epochs
@@ -47,6 +48,7 @@ from training.spikes import Spikes
 from training.step import Step
 from training.tokenizers import Tokenizer, build
 from training.unresolved import digests
+from training.watchdog import Watchdog
 from training.windows import Windows
 
 
@@ -144,6 +146,11 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         write_json(place.folder.environment_path, environment() | {"from_environment": about["from_environment"]})
         write_json(place.folder.data_path, text.prepared.manifest)
         introduce(config, place, text, dtype, spread, step, suite)
+
+    def between_batches() -> None:
+        step.progress.at("scoring")
+        place.stop.check()
+
     return Run(
         config=config,
         steps=config.steps,
@@ -175,10 +182,27 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
         exports=Exports(place.folder.path / "huggingface", text.tokenizer, place.ranks)
         if config.checkpoint.export_hf
         else None,
-        evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, place.stop.check, text.apart),
+        evaluation=Evaluation(suite, spread, place.mesh, place.ranks, place.device, between_batches, text.apart),
         stop=place.stop,
         status=place.status,
         agreement=Agreement(spread.model, place.mesh, step.optimizer) if config.debug is Debug.paranoid else None,
+        watchdog=build_watchdog(config, place, step),
+    )
+
+
+def build_watchdog(config: Config, place: Place, step: Step) -> Watchdog | None:
+    """None on a single device, which waits for nobody."""
+    if place.ranks.size == 1:
+        return None
+    pipeline = step.spread.pipeline
+    return Watchdog(
+        place.rank,
+        place.ranks.size,
+        step.progress,
+        (lambda: 0) if pipeline is None else lambda: pipeline.clock.begun,
+        config.parallel.timeout_seconds * FIRST_STEP_PATIENCE,
+        place.folder.hang_path,
+        partial(tell_hang, place),
     )
 
 

@@ -32,6 +32,7 @@ class RunFolder:
         self.data_path = self.path / "data.json"
         self.status_path = self.path / "status.json"
         self.log_path = self.path / "run.log"
+        self.hang_path = self.path / "hang"
         self.rollbacks_path = self.path / "rollbacks.jsonl"
         self.checkpoints = self.path / "checkpoints" if checkpoints is None else folder_at(checkpoints)
         self._locks: list[int] = []

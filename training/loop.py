@@ -23,6 +23,7 @@ from training.seeds import seed_step
 from training.spikes import Spike, Spikes, TooManySpikes
 from training.status import State, Status
 from training.step import Step
+from training.watchdog import Watchdog
 from training.windows import Windows
 
 LONG_RUN_SECONDS = 3600.0  # from here on checkpoint.test_restore=auto tests
@@ -51,6 +52,7 @@ class Run:
     stop: StopRequest
     status: Status
     agreement: Agreement | None  # with debug=paranoid
+    watchdog: Watchdog | None  # with several ranks
     step_begun: int = 0  # for the message when something fails
     proven: bool = False
 
@@ -67,6 +69,9 @@ def train(run: Run, steps_done: int) -> Stopped | None:
     """
     gc.collect()
     gc.disable()  # a collection in one rank's step makes all wait; ours comes where they wait anyway
+    run.step.progress.places = 0  # trials of micro-batches may have counted differently
+    if run.watchdog is not None:
+        run.watchdog.start()
     try:
         while True:
             end = train_on(run, steps_done)
@@ -74,22 +79,29 @@ def train(run: Run, steps_done: int) -> Stopped | None:
                 return end
             steps_done = run.status.step
     finally:
+        if run.watchdog is not None:
+            run.watchdog.stop()
         gc.enable()
 
 
 def train_on(run: Run, steps_done: int) -> Stopped | Spike | None:
     """The steps until the run ends, or has gone back to a checkpoint because of a spike."""
     batches = run.batches.iterate(steps_done, run.meters.tokens)
+    progress = run.step.progress
+    progress.step = steps_done + 1
+    progress.at("reading the batch")
     try:
         for batch in batches:
             step, lr = batch.step + 1, run.schedule.lr(batch.step)
             first, last = not run.proven, step == run.steps
             run.step_begun = step
+            progress.at("the beginning")
             seed_step(run.config.seed, batch.step, run.random_coordinate)
             run.windows.train(batch.step)
             run.meters.add(step, lr, run.step(batch.micro_batches, batch.predicted, lr, run.agreement))
             run.status.step = step
 
+            progress.at("the end")
             if first:
                 run.stop.watch_steps(run.ranks)
             stopped = run.stop.poll()
@@ -103,6 +115,8 @@ def train_on(run: Run, steps_done: int) -> Stopped | Spike | None:
             stopped = pause(run, step, kind, stopped)
             if last or stopped:
                 return stopped
+            progress.step = step + 1
+            progress.at("reading the batch")
         raise AssertionError("the batches ended before the run")
     finally:
         batches.close()
@@ -117,6 +131,7 @@ def _is_scored(run: Run, step: int, kind: str | None) -> bool:
 def report(run: Run, step: int) -> Spike | None:
     """Reads the steps since the last report from the device and writes them. Returns the first of them that is a spike,
     by rank 0's word. So no checkpoint is saved of a step that nobody has looked at."""
+    run.step.progress.at("reading the metrics")
     records = [
         record | {"rollbacks": len(run.spikes.rollbacks)} for record in run.meters.read(run.batches.wait_seconds)
     ]
@@ -185,6 +200,8 @@ def prove(run: Run, step: int) -> None:
     run.proven = True
     meshes = [] if run.step.mesh is None else [run.step.mesh, *run.step.spread.views]
     shorten_timeouts(meshes, run.ranks.group, run.config.parallel.timeout_seconds)
+    if run.watchdog is not None:
+        run.watchdog.limit = run.config.parallel.timeout_seconds
     wanted = run.config.checkpoint.test_restore
     lasts = run.ranks.first(run.meters.last_step_seconds * (run.steps - step) > LONG_RUN_SECONDS)
     if wanted is TestRestore.always or (wanted is TestRestore.auto and lasts):
@@ -210,6 +227,7 @@ def pause(run: Run, step: int, kind: str | None, stopped: Stopped | None) -> Sto
 
 def save(run: Run, step: int, kind: str) -> Saved:
     """Every step up to this one is in the metrics on disk before the checkpoint is complete."""
+    run.step.progress.at("saving")
     run.writers.flush()
     began = time.perf_counter()
     saved = run.checkpoints.save(step, run.progress(), kind)

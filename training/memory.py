@@ -95,7 +95,7 @@ def out_of_memory_report(config: Config, rank: int, step: Step, device: torch.de
     used = used_bytes(device) / 2**30
     rest = max(used - weights - gradients - moments, 0.0)
     lines = [
-        f"out of memory on rank {rank} ({os.uname().nodename}) in {step.phase}.",
+        f"out of memory on rank {rank} ({os.uname().nodename}) in {step.progress.phase}.",
         f"  at the peak {used:.2f} GiB: weights {weights:.2f}, gradients {gradients:.2f}, optimizer {moments:.2f}, "
         f"activations and buffers {rest:.2f}",
         "  instead, one of:",

@@ -27,6 +27,7 @@ from training.resolve import World
 from training.seeds import make_deterministic
 from training.slurm import job_end
 from training.status import State, Status, command
+from training.watchdog import HUNG
 
 FINISHED, FAILED, REFUSED, SAVED = 0, 1, 2, 75
 
@@ -167,6 +168,12 @@ def tell_failure(place: Place, error: BaseException) -> None:
         with open(log, "a") as file:
             file.write("".join(traceback.format_exception(error)))
         place.status.fail(f"rank {place.rank}: {type(error).__name__}: {error}", FAILED)
+
+
+def tell_hang(place: Place, message: str) -> None:
+    """What the watchdog has found, while the main thread waits."""
+    place.console.warn(message)
+    place.status.fail(message, HUNG)
 
 
 def tell_refusal(place: Place, refusal: Refusal) -> None:

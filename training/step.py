@@ -14,6 +14,7 @@ from parallel.gradients import clip, global_norm, sum_alike, sum_whole
 from parallel.mesh import DATA_AXES, sum_over
 from training.agreement import Agreement
 from training.optimizers.base import Optimizer
+from training.watchdog import Progress
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Step:
         learned = {name: p for name, p in spread.model.named_parameters() if roles[name] not in NOT_LEARNED}
         self.parameters = list(learned.values())
         self.counted = [p for name, p in learned.items() if name not in spread.model.copies]
-        self.phase = "the forward pass"  # for the message when memory runs out
+        self.progress = Progress()
 
     def __call__(
         self, micro_batches: list[dict[str, Any]], predicted: int, lr: float, agreement: Agreement | None = None
@@ -49,7 +50,7 @@ class Step:
         result = self.backward(micro_batches, predicted)
         if agreement is not None:
             agreement.check_gradients()
-        self.phase = "the optimizer"
+        self.progress.at("the optimizer")
         if self.clip_norm is not None:
             clip(self.parameters, result.grad_norm, self.clip_norm)
         self.optimizer.step(lr, result.skipped)
@@ -74,15 +75,15 @@ class Step:
         divisor = everyone.clamp(min=1)
         share_losses(self.spread.model, divisor)
         if self.spread.pipeline is not None:
-            self.phase = "the pipeline's passes"
+            self.progress.at("the pipeline's passes")
             loss_sum = self.spread.step(micro_batches, divisor)
         else:
             loss_sum = torch.zeros((), dtype=dtype, device=device)
             for place, inputs in enumerate(micro_batches):
                 with self.spread.micro_batch(last=place == len(micro_batches) - 1):
-                    self.phase = "the forward pass"
+                    self.progress.at("the forward pass")
                     loss = self.spread.forward(**inputs)
-                    self.phase = "the backward pass"
+                    self.progress.at("the backward pass")
                     (loss / divisor).sum().backward()
                     loss_sum += loss.detach().sum()
         if self.spread.powersgd is not None:
