@@ -24,7 +24,12 @@ LAYOUTS = [
     layout(4, "parallel=fsdp2 parallel.tp=2"),
     layout(2, "parallel=pp"),
     layout(4, "parallel=fsdp2 parallel.pp=2"),
+    layout(2, "parallel.cp=2 parallel.context=ring"),
+    layout(2, "parallel=fsdp2 parallel.cp=2 parallel.context=ulysses"),
+    layout(4, "parallel=pp parallel.pp=2 parallel.cp=2"),
 ]
+OF_EXPERTS = [layout(2, "parallel=fsdp2 parallel.ep=2"), layout(2, "parallel.cp=2 parallel.ep=2")]
+CASES = [(layout, "tied for tp") for layout in LAYOUTS] + [(layout, "experts for ep") for layout in OF_EXPERTS]
 
 
 def steps_with_a_spoiled_one(config: Config) -> dict[str, list[float]]:
@@ -33,7 +38,7 @@ def steps_with_a_spoiled_one(config: Config) -> dict[str, list[float]]:
     start_process_group(CPU, timeout_seconds=60)
     mesh = mesh_of(config, {})
     spread, step = build(config, mesh)
-    rank, ranks = data_coordinate(mesh)
+    rank, ranks = data_coordinate(mesh, config.parallel.cp)
     good = batches()[0]
     nothing = Batch(good.tokens, torch.full_like(good.labels, -100))
     found: dict[str, list[float]] = {"skipped": [], "unchanged": [], "predicted": [], "steps": []}
@@ -65,9 +70,9 @@ def everything(step: WatchedStep) -> dict[str, Tensor]:
     return scalars | gather({name: value for name, value in tensors.items() if value.ndim > 0}).values
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_all_ranks_skip_together_and_nothing_changes(layout: Layout) -> None:
-    config = config_of(Case(layout, 3, Training("tied for tp", "adamw", "fp64")))
+@pytest.mark.parametrize(("layout", "model"), CASES, ids=str)
+def test_all_ranks_skip_together_and_nothing_changes(layout: Layout, model: str) -> None:
+    config = config_of(Case(layout, 3, Training(model, "adamw", "fp64")))
     all_of_them = int((batches()[0].labels != -100).sum())
     for found in run_ranks(layout.ranks, steps_with_a_spoiled_one, config):
         assert found == {
