@@ -75,7 +75,7 @@ def left_out(runs: Runs, name: str) -> list[tuple[int, int, int]]:
     return [(line["checkpoint"], line["first"], line["stop"]) for line in rollbacks(runs, name)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def oracle(runs: Runs) -> str:
     """Without the batches of steps 7 and 8, as spikes.before=1 leaves them out."""
     runs.finish("oracle", STEADY, partial(leave_out, 48, 64))
@@ -85,7 +85,7 @@ def oracle(runs: Runs) -> str:
 POISON = partial(poison, 56, 64)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def spiked(runs: Runs) -> str:
     runs.finish("spiked", SPIKES, POISON)
     return "spiked"
