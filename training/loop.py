@@ -167,14 +167,14 @@ def go_back(run: Run, spike: Spike) -> bool:
         raise TooManySpikes(f"{spike}; the run has gone back {len(run.spikes.rollbacks)} times already")
     there = run.checkpoints.store.all()
     before = [saved for saved in there if saved.step < spike.step - config.before]
-    if not before:
+    saved = next((saved for saved in reversed(before) if not run.checkpoints.store.verify(saved)), None)
+    if saved is None:
         _warn(run, f"{spike}. There is no checkpoint from before it, so the run goes on")
         return False
-    saved = before[-1]
     restore(run, saved)
     assert run.config.batch_sequences is not None
     rollback = run.spikes.rollback(spike, saved.step, saved.info["tokens"], order, run.config.batch_sequences)
-    for later in there[len(before) :]:
+    for later in there[there.index(saved) + 1 :]:
         run.checkpoints.store.remove(later)
     run.spikes.rollbacks.append(rollback)
     run.ranks.first_does(run.spikes.write)
