@@ -59,10 +59,10 @@ def hang_in_save(step: int, rank: int) -> None:
 
     real = tensors.write
 
-    def write(folder: Any, *args: Any) -> None:
+    def write(folder: Any, *args: Any) -> Any:
         if folder.name == f"step-{step:06d}" and rank == int(os.environ["RANK"]):
             time.sleep(HANG_SECONDS)
-        real(folder, *args)
+        return real(folder, *args)
 
     put(tensors, "write", write)
 
