@@ -1,4 +1,4 @@
-"""Any model config is built, trained a step and exported, or refused in words that help."""
+"""Any model config is built, trained two steps and exported, or refused in words that help."""
 
 import math
 import re
@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 
 from models.config import Attention, ModelConfig
 from models.decoder import Decoder
-from models.huggingface import config_to_huggingface
+from models.huggingface import (
+    config_from_huggingface,
+    config_to_huggingface,
+    state_from_huggingface,
+    state_to_huggingface,
+)
 from models.moe import share_losses
 from models.roles import NOT_LEARNED, parameter_roles
 from parallel.materialize import materialize
 from tests.models.build import random_tokens
+from tests.models.test_families import CASES
 from training.check import check
 from training.config import Config, TokenizerKind
 from training.keys import convert, keys
@@ -113,16 +119,28 @@ def defaults(owner: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+VALUES = {name: legal_kinds(name, default) for name, default in defaults(ModelConfig()).items()}
+
+
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
     """A small model in which a few keys have other values, sometimes many."""
     model = ModelConfig(layers=2, dim=16, heads=4, context=16, vocab_size=VOCABULARY, vocab_multiple=1)
-    values = {name: legal_kinds(name, default) for name, default in defaults(ModelConfig()).items()}
-    fewer = draw(st.sampled_from([3, 6, 12, len(values)]))
-    for name in draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=fewer)):
-        first = draw(st.booleans()) or len(values[name]) < 3
-        put(model, name, draw(st.sampled_from(values[name][: 2 if first else None])))
+    return draw(changed(model, draw(st.sampled_from([3, 6, 12, len(VALUES)]))))
+
+
+@st.composite
+def changed(draw: st.DrawFn, model: ModelConfig, most: int) -> ModelConfig:
+    for name in draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=most)):
+        first = draw(st.booleans()) or len(VALUES[name]) < 3
+        put(model, name, draw(st.sampled_from(VALUES[name][: 2 if first else None])))
     return model
+
+
+@st.composite
+def near_a_family(draw: st.DrawFn) -> ModelConfig:
+    """A model that transformers has, but for a key or two."""
+    return draw(changed(deepcopy(CASES[draw(st.sampled_from(sorted(CASES)))]), 2))
 
 
 def put(model: ModelConfig, name: str, value: Any) -> None:
@@ -145,8 +163,8 @@ def problems(model: ModelConfig) -> list[Problem]:
     return check(config, ALONE)
 
 
-def trained(model: ModelConfig) -> None:
-    """A step: the loss and every gradient are finite, and what is learned has one."""
+def trained(model: ModelConfig) -> Decoder:
+    """Two steps: the loss and every gradient are finite, and what is learned has one."""
     with torch.device("meta"):
         decoder = Decoder(model)
     materialize(decoder, 0, torch.device("cpu"))
@@ -166,18 +184,28 @@ def trained(model: ModelConfig) -> None:
         decoder.zero_grad()
     for name, parameter in decoder.named_parameters():
         assert torch.isfinite(parameter).all(), name
+    return decoder
 
 
-def exported(model: ModelConfig) -> None:
-    """Or refused in a sentence."""
+def exported(model: ModelConfig, decoder: Decoder) -> None:
+    """Config and weights, which come back as they were; or refused in a sentence."""
+    roles = parameter_roles(decoder)
+    state = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    refused, theirs = "", {}
     try:
-        told = " ".join(config_to_huggingface(model)["architectures"])
+        config = config_to_huggingface(model)
+        theirs = state_to_huggingface(model, state)
     except ValueError as error:
-        told = str(error)
-        words = told.split()
-    else:
-        words = ["", "", "", "", told]
-    assert len(words) > 4, told
+        refused = str(error)
+    if not theirs:
+        assert len(refused.split()) > 4, refused
+        return
+    back = state_from_huggingface(model, theirs)
+    assert {name for name in state if roles[name] not in NOT_LEARNED} <= back.keys() <= state.keys()
+    assert [name for name, tensor in back.items() if not torch.equal(tensor, state[name])] == []
+    imported = config_from_huggingface(config)
+    again = state_to_huggingface(imported, state_from_huggingface(imported, theirs))
+    assert again.keys() == theirs.keys() and all(torch.equal(again[name], theirs[name]) for name in theirs)
 
 
 def helps(model: ModelConfig, problem: Problem) -> None:
@@ -209,8 +237,7 @@ def tried(model: ModelConfig) -> bool:
         helps(model, problem)
     if found:
         return False
-    trained(model)
-    exported(model)
+    exported(model, trained(model))
     return True
 
 
@@ -220,6 +247,19 @@ FUZZ: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_health_
 @settings(max_examples=40, **FUZZ)
 @given(model=models())
 def test_any_model_is_trained_or_refused(model: ModelConfig) -> None:
+    tried(model)
+
+
+@settings(max_examples=20, **FUZZ)
+@given(model=near_a_family())
+def test_a_model_near_a_family_is_exported_or_refused(model: ModelConfig) -> None:
+    tried(model)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, **FUZZ)
+@given(model=near_a_family())
+def test_many_models_near_a_family_are_exported_or_refused(model: ModelConfig) -> None:
     tried(model)
 
 
