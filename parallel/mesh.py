@@ -28,14 +28,28 @@ def start_process_group(device: torch.device, timeout_seconds: float) -> dist.Pr
     """Connects the ranks (torchrun's environment, or this process alone) and returns a group on CPU for agreement and
     saving."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    patience = timedelta(seconds=timeout_seconds * FIRST_STEP_PATIENCE + LEEWAY_SECONDS)
+    patience = _patience(timeout_seconds)
     if launched():
         dist.init_process_group(backend, timeout=patience)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
-    group = dist.new_group(backend="gloo", timeout=patience)
+    return _cpu_group(timeout_seconds)
+
+
+def saving_group(timeout_seconds: float) -> dist.ProcessGroup:
+    """Another group on CPU: of threads that save while the steps use all others. A rank whose disk is slower than the
+    others' by so much more fails."""
+    return _cpu_group(timeout_seconds)
+
+
+def _cpu_group(timeout_seconds: float) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=_patience(timeout_seconds))
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _patience(timeout_seconds: float) -> timedelta:
+    return timedelta(seconds=timeout_seconds * FIRST_STEP_PATIENCE + LEEWAY_SECONDS)
 
 
 def shorten_timeouts(meshes: Sequence[DeviceMesh], cpu_group: dist.ProcessGroup | None, timeout_seconds: float) -> None:

@@ -18,6 +18,7 @@ from training.agreement import Agreement
 from training.attention import attention_of
 from training.bubble import bubble_told
 from training.check import check, describe
+from training.checkpoint.background import Background
 from training.checkpoint.contents import Checkpoints, policy_of
 from training.checkpoint.mirror import Mirror
 from training.checkpoint.remote import folder_at
@@ -178,6 +179,7 @@ def assemble(config: Config, chosen: Chosen, place: Place, text: Text) -> Run:
             step.optimizer,
             about,
             build_mirror(config.checkpoint, place),
+            Background(place.saving, place.device) if place.saving is not None else None,
         ),
         exports=Exports(place.folder.path / "huggingface", text.tokenizer, place.ranks)
         if config.checkpoint.export_hf

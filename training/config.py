@@ -138,6 +138,12 @@ class TestRestore(Enum):
     never = "never"
 
 
+class BackgroundSaves(Enum):
+    auto = "auto"
+    thread = "thread"
+    none = "none"
+
+
 class Best(Enum):
     lowest = "lowest"
     highest = "highest"
@@ -163,6 +169,11 @@ class CheckpointConfig:
         Changes.io,
     )
     every: int = key(500, "steps between checkpoints; 0: only the last", Changes.io)
+    background: BackgroundSaves = key(
+        BackgroundSaves.auto,
+        "steps wait only until the state is copied, and go on while it is written: auto (thread with CUDA, none on a CPU) | thread | none",
+        Changes.io,
+    )
     keep: int = key(3, "newest checkpoints that stay; permanent and ephemeral ones are not counted", Changes.io)
     keep_best: str | None = key(
         None, "a score, such as heldout.loss: the checkpoint that has the best stays too; null: none", Changes.io

@@ -4,7 +4,7 @@ and between batches of an evaluation."""
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -35,6 +35,7 @@ class StopRequest:
     """Turns signals, limits and rank 0's clock into one decision of all ranks.
 
     save_due: whether `every_minutes` have passed since the last save, as of the last poll; the same on every rank.
+    background_saves: so many have ended on every rank, as of the last poll; the same on every rank.
 
     Until `watch_steps` is called there is nothing to save (a run being built, compiled or resumed), and a signal ends
     the run at once by raising Stopped.
@@ -59,6 +60,8 @@ class StopRequest:
         self.received_at = 0.0
         self.stepping = False
         self.save_due = False
+        self.background_saves = 0
+        self._background_saves: Callable[[], int] = lambda: 0
         self._save_seconds = None if every_minutes is None else 60 * every_minutes
         self._saved_at = 0.0
         self._saves = 0
@@ -83,9 +86,9 @@ class StopRequest:
         if not self.stepping:
             raise Stopped(number)
 
-    def watch_steps(self, ranks: Ranks) -> None:
-        """From now on a signal waits for the next poll."""
-        self.ranks = ranks
+    def watch_steps(self, ranks: Ranks, background_saves: Callable[[], int] = lambda: 0) -> None:
+        """From now on a signal waits for the next poll. background_saves: how many have ended on this rank."""
+        self.ranks, self._background_saves = ranks, background_saves
         self.stepping = True
         self._saved_at = time.monotonic()
         self.polled_at = time.time()
@@ -103,14 +106,16 @@ class StopRequest:
             self.received = self._limit_reached()
         if self.ranks.size == 1:
             self.save_due = self._wanted_save() > self._saves
+            self.background_saves = self._background_saves()
             return Stopped(self.received) if self.received else None
         agreed = 0
         if self._pending is not None:
             flags, work = self._pending
             work.wait()
-            agreed, wanted_save = flags.tolist()
+            agreed, wanted_save, fewest_saves = flags.tolist()
+            self.background_saves = -fewest_saves
             self.save_due = wanted_save > self._saves
-        flags = torch.tensor([self.received, self._wanted_save()])
+        flags = torch.tensor([self.received, self._wanted_save(), -self._background_saves()])
         self._pending = (flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.ranks.group, async_op=True))
         return Stopped(agreed) if agreed else None
 

@@ -53,6 +53,7 @@ class Run:
     status: Status
     agreement: Agreement | None  # with debug=paranoid
     watchdog: Watchdog | None  # with several ranks
+    unwritten_scores: dict[str, Any] | None = None  # of the checkpoint that is being written
     step_begun: int = 0  # for the message when something fails
     proven: bool = False
 
@@ -103,8 +104,10 @@ def train_on(run: Run, steps_done: int) -> Stopped | Spike | None:
 
             progress.at("the end")
             if first:
-                run.stop.watch_steps(run.ranks)
+                run.stop.watch_steps(run.ranks, run.checkpoints.ended)
             stopped = run.stop.poll()
+            if run.stop.background_saves == run.checkpoints.begun:
+                settle(run)
             kind = "final" if last else run.checkpoints.kind_due(step, run.stop.save_due)
             if stopped or kind or first or step % run.config.metrics.every == 0 or _is_scored(run, step, kind):
                 spike = report(run, step)
@@ -114,6 +117,7 @@ def train_on(run: Run, steps_done: int) -> Stopped | Spike | None:
                 prove(run, step)
             stopped = pause(run, step, kind, stopped)
             if last or stopped:
+                settle(run)
                 return stopped
             progress.step = step + 1
             progress.at("reading the batch")
@@ -212,33 +216,62 @@ def prove(run: Run, step: int) -> None:
 
 
 def pause(run: Run, step: int, kind: str | None, stopped: Stopped | None) -> Stopped | None:
-    """What is done between two steps: save, then score. The weights are safe before an evaluation begins."""
+    """What is done between two steps: save, then score. The weights are safe, or on their way, before an evaluation
+    begins."""
     saved = save(run, step, kind) if kind else None
     scored = _is_scored(run, step, kind)
     if scored and not stopped:
         stopped = score(run, step, saved)
-    if stopped and saved is None:
+    if stopped and not kind:
         save(run, step, "signal")
-    if saved or scored:
+    if kind or scored:
         gc.collect()
         run.meters.restart_clock(run.batches.wait_seconds)
     return stopped
 
 
-def save(run: Run, step: int, kind: str) -> Saved:
-    """Every step up to this one is in the metrics on disk before the checkpoint is complete."""
+def save(run: Run, step: int, kind: str) -> Saved | None:
+    """Every step up to this one is in the metrics on disk before the checkpoint is complete. Returns None where it is
+    written in the background; one that is being written already is waited for. Raises SaveFailed on every rank."""
     run.step.progress.at("saving")
     run.writers.flush()
+    settle(run, before=step)
     began = time.perf_counter()
     saved = run.checkpoints.save(step, run.progress(), kind)
-    run.stop.note_save(step, time.perf_counter() - began)
-    run.status.checkpoint = step
     run.stop.saved()
+    run.meters.stalled(step + 1, time.perf_counter() - began)
+    if saved is not None:
+        complete(run, saved)
+    return saved
+
+
+def settle(run: Run, before: int | None = None) -> None:
+    """Waits for the checkpoint that is being written in the background, if there is one, and does what follows from it.
+    Raises SaveFailed on every rank. before: the step that is to be saved next."""
+    step, began = run.checkpoints.saving, time.perf_counter()
+    if step is None:
+        return
+    slow = before is not None and run.checkpoints.writes()
+    saved = run.checkpoints.finish()
+    assert saved is not None
+    complete(run, saved)
+    seconds = time.perf_counter() - began
+    run.meters.stalled(run.status.step + 1, seconds)
+    if slow and run.ranks.rank == 0:
+        log.warning("the save of step %s waited %.1f s for that of step %s", before, seconds, step)
+
+
+def complete(run: Run, saved: Saved) -> None:
+    """What is done when all ranks know that a checkpoint is complete."""
+    run.stop.note_save(saved.step, run.checkpoints.seconds)
+    run.status.checkpoint = saved.step
+    if run.unwritten_scores is not None:
+        run.checkpoints.store.write_scores(saved, run.unwritten_scores)
+        run.unwritten_scores = None
     if run.exports is not None and saved.permanent:
         run.exports.write(saved)
     if run.ranks.rank == 0:
         run.status.write(State.running)
-    return saved
 
 
 def score(run: Run, step: int, saved: Saved | None) -> Stopped | None:
@@ -252,4 +285,6 @@ def score(run: Run, step: int, saved: Saved | None) -> Stopped | None:
     run.writers.scores(records)
     if saved is not None and records:
         run.checkpoints.store.write_scores(saved, {"scores": records})
+    elif records and run.checkpoints.saving == step:
+        run.unwritten_scores = {"scores": records}
     return None

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.config import Compress, Scope
-from parallel.mesh import build_mesh, launched, start_process_group
+from parallel.mesh import build_mesh, launched, saving_group, start_process_group
 from training.attention import machine_rules
 from training.check_layout import compiled_rules
-from training.config import Config
+from training.config import BackgroundSaves, Config
 from training.devices import card_of, mixed_devices
 from training.faults import Stopped, StopRequest
 from training.folder import RunFolder
@@ -45,6 +45,7 @@ class Place:
     stop: StopRequest
     ranks: Ranks
     trains: bool  # else it scores a checkpoint, and has no status
+    saving: Ranks | None = None  # the same ranks, for saves in the background
     mesh: DeviceMesh | None = None
     claimed: bool = False  # whether the folder is known to be this run's
 
@@ -135,6 +136,14 @@ def connect(config: Config, place: Place) -> None:
         if not config.parallel.allow_mixed_devices and (problems := mixed_devices(cards, allow_mixed(config))):
             raise Refusal(problems)
         place.mesh = build_mesh(config.parallel, place.device)
+    if place.trains and saves_in_background(config, place.device):
+        on_mesh = config.parallel.on_mesh
+        place.saving = Ranks(saving_group(config.parallel.timeout_seconds)) if on_mesh else Ranks.alone()
+
+
+def saves_in_background(config: Config, device: torch.device) -> bool:
+    wanted = config.checkpoint.background
+    return wanted is BackgroundSaves.thread or (wanted is BackgroundSaves.auto and device.type == "cuda")
 
 
 def allow_mixed(config: Config) -> str:

@@ -1,5 +1,6 @@
 """A run, from a checked config to its exit code, in the order in which things happen."""
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,8 @@ def train_from_config(config: Config, chosen: Chosen, place: Place) -> int:
         )
         raise
     finally:
+        if not isinstance(sys.exception(), KeyboardInterrupt):
+            run.checkpoints.leave(config.parallel.timeout_seconds)
         run.writers.close()
     disconnect()
     code = FINISHED if stopped is None else say_stopped(place, stopped, run.status.checkpoint)

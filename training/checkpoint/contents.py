@@ -11,10 +11,12 @@ from torch import Tensor
 from models.decoder import Decoder
 from parallel.apply import Spread
 from parallel.values import check_values
-from training.checkpoint.folders import Saved
+from training.checkpoint.background import Background
+from training.checkpoint.folders import Saved, folder_of
 from training.checkpoint.mirror import Mirror
 from training.checkpoint.retention import EPHEMERAL, Policy
 from training.checkpoint.store import SaveFailed, Store
+from training.checkpoint.tensors import State
 from training.config import Best, CheckpointConfig, Load
 from training.optimizers.base import Optimizer
 
@@ -45,6 +47,9 @@ class Checkpoints:
     optimizer: Optimizer
     about: dict[str, Any]  # what stays the same over the run: config, versions, tokenizer
     mirror: Mirror | None = None  # of rank 0, with checkpoint.mirror
+    background: Background | None = None  # with checkpoint.background
+    saving: int | None = None  # the step whose checkpoint is being written in the background
+    begun: int = 0  # saves in the background
 
     def state(self) -> dict[str, Tensor]:
         copies = tuple(f"{name}." for name in self.spread.model.copies)
@@ -62,22 +67,69 @@ class Checkpoints:
             return "scheduled"
         return "ephemeral" if _multiple(step, self.config.ephemeral_every) or clock_due else None
 
-    def save(self, step: int, progress: dict[str, Any], kind: str) -> Saved:
+    def save(self, step: int, progress: dict[str, Any], kind: str) -> Saved | None:
         """progress: what else must be known to go on, JSON values. kind: scheduled | final | ephemeral | signal. Raises
-        SaveFailed on every rank; older checkpoints are untouched then."""
+        SaveFailed on every rank; older checkpoints are untouched then.
+
+        Returns None where it goes on in the background: `finish` has the checkpoint then. The steps may change the
+        state at once. What ends a run is not left to the background. No other save may be under way."""
         permanent = kind == "final" or self._is_permanent(step)
-        saved = self._write(step, progress, kind, permanent)
-        self.store.prune(policy_of(self.config))
+        info = self._info(step, progress, kind, permanent)
+        if self.background is None or kind in ("final", "signal"):
+            return self._save(self.store, self.state(), info)
+        copied = self.background.copy(self.state())
+        store = Store(self.store.folder, self.background.ranks)
+        self.background.start(lambda: self._save(store, copied, info))
+        self.saving = step
+        self.begun += 1
+        return None
+
+    def _save(self, store: Store, state: State, info: dict[str, Any]) -> Saved:
+        saved = store.save(info["step"], state, info)
+        store.prune(policy_of(self.config))
         if self.mirror is not None:
             self.mirror.saved()
         return saved
 
+    def writes(self) -> bool:
+        """Whether this rank is writing in the background."""
+        return self.background is not None and self.background.writes
+
+    def ended(self) -> int:
+        """How many saves in the background have ended on this rank."""
+        return 0 if self.background is None else self.background.ended
+
+    def finish(self) -> Saved | None:
+        """Waits until the save under way has ended on all ranks. None where there is none. Raises SaveFailed on every
+        rank if it failed on any."""
+        if self.background is None or self.saving is None:
+            return None
+        step, self.saving = self.saving, None
+        outcome = self.background.wait()
+        mine = None if isinstance(outcome, Saved) else self._failure(step, outcome)
+        failures = [failure for failure in self.store.ranks.gather(mine) if failure is not None]
+        if failures:
+            raise failures[0]
+        assert isinstance(outcome, Saved)
+        return outcome
+
+    def _failure(self, step: int, error: BaseException) -> SaveFailed:
+        if isinstance(error, SaveFailed):
+            return error
+        folder = str(folder_of(self.store.folder, step))
+        return SaveFailed(self.store.ranks.rank, step, folder, f"{type(error).__name__}: {error}")
+
+    def leave(self, seconds: float) -> None:
+        """Not a collective. Before an early end: lets the save that is under way end, for so long at most. What is not
+        written by then does not count."""
+        if self.background is not None:
+            self.background.leave(seconds)
+
     def _is_permanent(self, step: int) -> bool:
         return _multiple(step, self.config.permanent_every) or step in self.config.permanent_steps
 
-    def _write(self, step: int, progress: dict[str, Any], kind: str, permanent: bool) -> Saved:
-        info = {"step": step, **progress, "kind": kind, "permanent": permanent}
-        return self.store.save(step, self.state(), info | self.about)
+    def _info(self, step: int, progress: dict[str, Any], kind: str, permanent: bool) -> dict[str, Any]:
+        return {"step": step, **progress, "kind": kind, "permanent": permanent} | self.about
 
     def restore(self, saved: Saved, parts: Load) -> None:
         if parts is not Load.all:
@@ -108,7 +160,7 @@ class Checkpoints:
         saving and of reading. Raises SaveFailed where a bit differs. A run that is killed meanwhile goes on from it, so
         it is whole; it takes the place of no other, as it will be gone."""
         began = time.perf_counter()
-        saved = self._write(step, progress, "test", permanent=False)
+        saved = self.store.save(step, self.state(), self._info(step, progress, "test", permanent=False))
         seconds = time.perf_counter() - began
         report = self.store.verify_restore(saved, self.state())
         self.store.remove(saved)

@@ -52,6 +52,7 @@ class Meters:
         self.skipped_in_a_row = 0
         self.longest_skipped = 0  # so many in a row, however they ended
         self.last_step_seconds = 0.0
+        self.stalls: dict[int, float] = {}  # seconds by the step that waited
         self.waiting: list[tuple[int, float, StepResult]] = []
         self.restart_clock(0.0)
 
@@ -59,6 +60,10 @@ class Meters:
         """Called after what is not training: time from here on counts. data_wait_seconds: waited for data in all, up to
         now."""
         self.since, self.waited_before = time.perf_counter(), data_wait_seconds
+
+    def stalled(self, step: int, seconds: float) -> None:
+        """A save has kept this step, whose record is not read yet, waiting for so long."""
+        self.stalls[step] = self.stalls.get(step, 0.0) + seconds
 
     def add(self, step: int, lr: float, result: StepResult) -> None:
         self.waiting.append((step, lr, result))
@@ -86,6 +91,9 @@ class Meters:
             loads = [nothing if result.loads is None else result.loads for _, _, result in self.waiting]
             for record, of_experts in zip(records, expert_records(loads, self.experts, self.mesh), strict=True):
                 record |= of_experts
+        for record in records:
+            if record["step"] in self.stalls:
+                record["save_stall_seconds"] = self.stalls.pop(record["step"])
         self.waiting.clear()
         self.restart_clock(data_wait_seconds)
         return records
