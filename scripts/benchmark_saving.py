@@ -38,8 +38,8 @@ class Turns:
     """The run's batches, between which the way to save changes and bare writes are made. The first save of each kind is
     not counted: it allocates and imports."""
 
-    def __init__(self, run: "Run", background: "Background", between: int, folder: Path) -> None:
-        self.run, self.background, self.between, self.folder = run, background, between, folder
+    def __init__(self, run: "Run", background: "Background", saves: int, between: int, folder: Path) -> None:
+        self.run, self.background, self.saves, self.between, self.folder = run, background, saves, between, folder
         self.wait_seconds = 0.0
         self.steps: dict[bool, list[list[float]]] = {True: [], False: []}  # seconds from each save on, by background
         self.bare: list[float] = []
@@ -60,12 +60,15 @@ class Turns:
                 if number >= self.between:
                     self.steps[checkpoints.background is not None][-1].append(seconds)
                 if (number + 1) % self.between == 0 and number > self.between:  # the next step saves
-                    settle(self.run)
+                    settle(self.run)  # what it waits, the next save would
+                    self.steps[checkpoints.background is not None][-1][-1] = time.perf_counter() - began
                     in_background = checkpoints.background is not None
                     if not in_background:
                         self.bare.append(self.write_bare())
+                        if len(self.bare) > self.saves:
+                            raise Measured
                     checkpoints.background = None if in_background else self.background
-            raise Measured
+            raise AssertionError("the batches ended before the run")
         finally:
             source.close()
 
@@ -93,11 +96,16 @@ def measure(words: list[str], saves: int, between: int, folder: Path) -> Turns:
     from training.loop import train
     from training.place import connect, find_place
 
-    steps = 2 * between * (saves + 1)
     words = [
         *MODEL.split(),
         *words,
-        *(f"out={folder}", f"steps={steps + 1}", f"checkpoint.every={between}", "name=saving", "metrics.console=false"),
+        *(
+            f"out={folder}",
+            f"steps={between * (2 * saves + 4)}",
+            f"checkpoint.every={between}",
+            "name=saving",
+            "metrics.console=false",
+        ),
         *("evals.tasks=[]", "checkpoint.test_restore=never", "metrics.every=1", "metrics.tensorboard=false"),
     ]
     config, chosen = compose(words)
@@ -107,7 +115,7 @@ def measure(words: list[str], saves: int, between: int, folder: Path) -> Turns:
     connect(config, place)
     run = assemble(config, chosen, place, text)
     background = Background(place.ranks, place.device)
-    turns = Turns(run, background, between, folder)
+    turns = Turns(run, background, saves, between, folder)
     run.checkpoints.background = background
     run.writers.start(1)
     measured = replace(run, batches=cast("object", turns))  # type: ignore[arg-type]
@@ -120,11 +128,8 @@ def measure(words: list[str], saves: int, between: int, folder: Path) -> Turns:
 
 def told(turns: Turns) -> str:
     kinds = {kind: windows[1:] for kind, windows in turns.steps.items()}
-    whole = min(len(windows) for windows in kinds.values())
-    untouched = statistics.median(seconds for window in kinds[False][:whole] for seconds in window[1:])
-    stalls = {
-        kind: [sum(window) - len(window) * untouched for window in windows[:whole]] for kind, windows in kinds.items()
-    }
+    untouched = statistics.median(seconds for window in kinds[False] for seconds in window[1:])
+    stalls = {kind: [sum(window) - len(window) * untouched for window in windows] for kind, windows in kinds.items()}
     rows = [
         ["stall, saved in the background (s)", *_figures(stalls[True])],
         ["stall, waited for (s)", *_figures(stalls[False])],

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
+from parallel.local import is_sharded, local
 from training.checkpoint.folders import Saved
 from training.checkpoint.tensors import State
 from training.ranks import Ranks
@@ -24,26 +26,21 @@ class Background:
         self.ended = 0
         self._thread: threading.Thread | None = None
         self._outcome: Saved | BaseException | None = None
-        self._stager: object | None = None
+        self._memory: dict[str, Tensor] = {}
 
+    @torch.no_grad()
     def copy(self, state: State) -> State:
         """The state in memory of its own, on the CPU; complete when this returns. The memory is kept and used again, so
         the save before must have ended. Pinned where it is filled from a GPU."""
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        if self._stager is None:
-            on_gpu = self.device.type == "cuda"
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=on_gpu,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=on_gpu,
-                )
-            )
-        assert isinstance(self._stager, DefaultStager)
-        copied = self._stager.stage(dict(state))
-        assert isinstance(copied, dict)
+        on_gpu = self.device.type == "cuda"
+        copied = {}
+        for name, tensor in state.items():
+            here = local(tensor)
+            if name not in self._memory:
+                self._memory[name] = torch.empty_like(here, device="cpu", pin_memory=on_gpu)
+            copied[name] = _with_local(tensor, self._memory[name].copy_(here, non_blocking=on_gpu))
+        if on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()
         return copied
 
     def start(self, save: Callable[[], Saved]) -> None:
@@ -78,3 +75,14 @@ class Background:
         """Before an early end: lets the save that is under way end, for so long at most."""
         if self._thread is not None:
             self._thread.join(seconds)
+
+
+def _with_local(tensor: Tensor, part: Tensor) -> Tensor:
+    """The same tensor with another local part, on any device, where DTensor.from_local would move it to the mesh's. By
+    the protocol of tensors that wrap others; seen with DTensor of torch 2.11 and 2.15."""
+    if not is_sharded(tensor):
+        return part
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: getattr(tensor, name) for name in names} | {"_local_tensor": part}
+    wrapped: Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+    return wrapped

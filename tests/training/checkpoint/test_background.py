@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ def change_at_once(folder: Path, count: int, layout: str) -> None:
         assert changed.wait(10) and threading.current_thread() is not threading.main_thread()
         return real(*args)
 
-    tensors.write = late
+    tensors.write = late  # type: ignore[assignment]
     for version in (0, 1):
         changed.clear()
         copied = background.copy(live)
-        background.start(lambda copied=copied, version=version: own.save(version, copied, {}))
+        background.start(partial(own.save, version, copied, {}))
         for tensor in live.values():  # a step of the run, which also meets the other ranks
             tensor.copy_(full_as(tensor, live, version + 1))
         store.ranks.barrier()

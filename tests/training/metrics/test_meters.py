@@ -28,3 +28,15 @@ def test_fewer_in_a_row_are_not_too_many(steps: str) -> None:
     made = meters(steps)
     made.check_skipped(len(steps))
     assert made.skipped == steps.count("s")
+
+
+def test_what_saves_cost_stands_at_the_step_that_waited() -> None:
+    """A save after step 2 and its end, which comes to light after step 4, both before the next read."""
+    made, one = meters(".."), torch.tensor(1.0)
+    made.stalled(3, 0.5)
+    made.stalled(5, 0.25)
+    made.stalled(5, 0.5)
+    for step in (3, 4, 5):
+        made.add(step, 0.1, StepResult(one, one, one, torch.tensor(0.0)))
+    stalls = {record["step"]: record.get("save_stall_seconds") for record in made.read(0.0)}
+    assert stalls == {3: 0.5, 4: None, 5: 0.75}
