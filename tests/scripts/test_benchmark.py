@@ -88,3 +88,11 @@ def test_start_up_ends_before_anything_is_saved() -> None:
     assert re.search(r"command to first step: \d+\.\d s", shown)
     assert "torch.distributed.checkpoint" not in shown
     assert not re.search(r"^(sympy|torch\._dynamo) ", shown, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_stalls_of_saves_are_measured() -> None:
+    words = ("model.layers=1", "model.dim=32", "model.heads=2", "model.vocab_multiple=1")
+    shown = run("scripts.benchmark_saving", "--saves", "6", "--between", "3", *words)
+    figures = re.findall(r"^(?:stall|bare).*?\(s\) +(\S+) +(\S+) to (\S+)$", shown, re.MULTILINE)
+    assert len(figures) == 3 and all(float(low) <= float(middle) <= float(high) for middle, low, high in figures)
