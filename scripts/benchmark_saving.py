@@ -4,7 +4,8 @@ python -m scripts.benchmark_saving [--saves 8] [--between 8] [key=value ...]
 
 One process trains with train.py's own loop. In turns it saves in the background, saves and waits, and writes as many
 bytes to one file and syncs it. A stall is the time of the steps from a save on, up to the next, beyond that of steps
-that no save touches. The default model has 500 MB of state: float32 weights and two moments each.
+that no save touches; before the next step is what `save_stall_seconds` has of it: the rest is what writing takes from
+the steps that go on. The default model has 500 MB of state: float32 weights and two moments each.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 
 from scripts.benchmark import LEAST_PAIRS, Measured, median_interval
 from training.compose import compose, refusing
+from training.metrics import records
 from training.metrics.console import table
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Turns:
         self.wait_seconds = 0.0
         self.steps: dict[bool, list[list[float]]] = {True: [], False: []}  # seconds from each save on, by background
         self.bare: list[float] = []
+        self.stood: dict[bool, list[float]] = {True: [], False: []}  # seconds that no step was taken, from the metrics
         self.bytes = 0
 
     def iterate(self, first_step: int, tokens_consumed: int) -> Generator["Batch", None, None]:
@@ -94,6 +97,7 @@ def measure(words: list[str], saves: int, between: int, folder: Path) -> Turns:
     from training.check import settle as settle_world
     from training.checkpoint.background import Background
     from training.loop import train
+    from training.metrics.writers import METRICS_FILE
     from training.place import connect, find_place
 
     words = [
@@ -123,6 +127,11 @@ def measure(words: list[str], saves: int, between: int, folder: Path) -> Turns:
     with suppress(Measured):
         train(measured, 0)
     run.writers.close()
+    stood = {
+        line["step"]: line.get("save_stall_seconds", 0.0) for line in records.read(place.folder.path / METRICS_FILE)
+    }
+    for number in range(3, 2 * saves + 3):  # the first of each kind is not counted
+        turns.stood[number % 2 == 1].append(stood[number * between + 1])
     return turns
 
 
@@ -132,7 +141,9 @@ def told(turns: Turns) -> str:
     stalls = {kind: [sum(window) - len(window) * untouched for window in windows] for kind, windows in kinds.items()}
     rows = [
         ["stall, saved in the background (s)", *_figures(stalls[True])],
+        ["  of it before the next step (s)", *_figures(turns.stood[True])],
         ["stall, waited for (s)", *_figures(stalls[False])],
+        ["  of it before the next step (s)", *_figures(turns.stood[False])],
         ["bare synced write (s)", *_figures(turns.bare[1:])],
     ]
     background, waited, bare = (statistics.median(s) for s in (stalls[True], stalls[False], turns.bare[1:]))

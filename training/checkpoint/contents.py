@@ -50,6 +50,7 @@ class Checkpoints:
     background: Background | None = None  # with checkpoint.background
     saving: int | None = None  # the step whose checkpoint is being written in the background
     begun: int = 0  # saves in the background
+    seconds: float = 0.0  # of the last save on this rank, however it was made
 
     def state(self) -> dict[str, Tensor]:
         copies = tuple(f"{name}." for name in self.spread.model.copies)
@@ -85,8 +86,10 @@ class Checkpoints:
         return None
 
     def _save(self, store: Store, state: State, info: dict[str, Any]) -> Saved:
+        began = time.perf_counter()
         saved = store.save(info["step"], state, info)
         store.prune(policy_of(self.config))
+        self.seconds = time.perf_counter() - began
         if self.mirror is not None:
             self.mirror.saved()
         return saved
