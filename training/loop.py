@@ -169,6 +169,7 @@ def go_back(run: Run, spike: Spike) -> bool:
     config, order = run.config.spikes, run.batches.order
     if len(run.spikes.rollbacks) >= config.max_rollbacks:
         raise TooManySpikes(f"{spike}; the run has gone back {len(run.spikes.rollbacks)} times already")
+    settle(run)
     there = run.checkpoints.store.all()
     before = [saved for saved in there if saved.step < spike.step - config.before]
     saved = next((saved for saved in reversed(before) if not run.checkpoints.store.verify(saved)), None)
@@ -257,8 +258,8 @@ def settle(run: Run, before: int | None = None) -> None:
     complete(run, saved)
     seconds = time.perf_counter() - began
     run.meters.stalled(run.status.step + 1, seconds)
-    if slow and run.ranks.rank == 0:
-        log.warning("the save of step %s waited %.1f s for that of step %s", before, seconds, step)
+    if slow:
+        _warn(run, f"the save of step {before} waited {seconds:.1f} s for that of step {step}")
 
 
 def complete(run: Run, saved: Saved) -> None:
