@@ -26,6 +26,7 @@ from training.step import Step
 from training.watchdog import Watchdog
 from training.windows import Windows
 
+LONG_WAIT_SECONDS = 1.0  # of a save for the one before, that a warning is worth
 LONG_RUN_SECONDS = 3600.0  # from here on checkpoint.test_restore=auto tests
 
 log = logging.getLogger(__name__)
@@ -258,7 +259,7 @@ def settle(run: Run, before: int | None = None) -> None:
     complete(run, saved)
     seconds = time.perf_counter() - began
     run.meters.stalled(run.status.step + 1, seconds)
-    if slow:
+    if slow and seconds >= LONG_WAIT_SECONDS:
         _warn(run, f"the save of step {before} waited {seconds:.1f} s for that of step {step}")
 
 

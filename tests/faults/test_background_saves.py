@@ -133,7 +133,7 @@ def test_a_full_disk(runs: Runs, wholes: dict[int, str], ranks: int) -> None:
 def test_the_next_save_waits_and_says_so(runs: Runs, wholes: dict[int, str], ranks: int) -> None:
     name = f"slow-{ranks}"
     said = runs.finish(name, f"{THREAD}{LAYOUTS[ranks]} evals=none", partial(slow, 1, 3), ranks=ranks)
-    assert "the save of step 6 waited" in said and "step 9 waited" not in said
+    assert "the save of step 6 waited" in said
     assert runs.checkpoints(name) == [3, 6, 9, 12]
     for step in (3, 6, 9, 12):
         assert files(runs.checkpoint(name, step)) == files(runs.checkpoint(wholes[ranks], step))
