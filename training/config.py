@@ -139,9 +139,8 @@ class TestRestore(Enum):
 
 
 class BackgroundSaves(Enum):
-    auto = "auto"
-    thread = "thread"
     none = "none"
+    thread = "thread"
 
 
 class Best(Enum):
@@ -170,8 +169,8 @@ class CheckpointConfig:
     )
     every: int = key(500, "steps between checkpoints; 0: only the last", Changes.io)
     background: BackgroundSaves = key(
-        BackgroundSaves.auto,
-        "steps wait only until the state is copied, and go on while it is written: auto (thread with CUDA, none on a CPU) | thread | none",
+        BackgroundSaves.none,
+        "none (steps wait until a checkpoint is written) | thread (they go on as soon as the state is copied)",
         Changes.io,
     )
     keep: int = key(3, "newest checkpoints that stay; permanent and ephemeral ones are not counted", Changes.io)

@@ -136,14 +136,9 @@ def connect(config: Config, place: Place) -> None:
         if not config.parallel.allow_mixed_devices and (problems := mixed_devices(cards, allow_mixed(config))):
             raise Refusal(problems)
         place.mesh = build_mesh(config.parallel, place.device)
-    if place.trains and saves_in_background(config, place.device):
+    if place.trains and config.checkpoint.background is BackgroundSaves.thread:
         on_mesh = config.parallel.on_mesh
         place.saving = Ranks(saving_group(config.parallel.timeout_seconds)) if on_mesh else Ranks.alone()
-
-
-def saves_in_background(config: Config, device: torch.device) -> bool:
-    wanted = config.checkpoint.background
-    return wanted is BackgroundSaves.thread or (wanted is BackgroundSaves.auto and device.type == "cuda")
 
 
 def allow_mixed(config: Config) -> str:
