@@ -44,7 +44,10 @@ def weight_files(folder: Path) -> list[Path]:
         index = read_json(folder / INDEX)
         if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
             raise ValueError(f"{INDEX} has no weight_map")
-        return sorted({folder / str(name) for name in index["weight_map"].values()})
+        names = {str(name) for name in index["weight_map"].values()}
+        if outside := sorted(name for name in names if Path(name).name != name):
+            raise ValueError(f"{INDEX} names {outside[0]}, and its files lie beside it")
+        return sorted(folder / name for name in names)
     single = folder / "model.safetensors"
     found = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not found:

@@ -157,7 +157,7 @@ def test_a_start_from_before_the_spike_knows_what_is_left_out(runs: Runs, oracle
 
 @pytest.mark.parametrize(
     "parallel",
-    ["ddp", "fsdp2", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("pp", marks=pytest.mark.slow)],
+    ["ddp", *[pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "zero1", "pp")]],
 )
 def test_ranks_go_back_together(runs: Runs, parallel: str) -> None:
     """With half of the poison on one rank alone. Killed after it, too."""

@@ -106,8 +106,10 @@ def size(tensors: Iterable[Tensor]) -> int:
 
 @pytest.mark.torch211
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_each_rank_holds_the_bytes_of_the_plan(ranks: int) -> None:
-    configs = [config_of(case) for case in CASES if case.layout.ranks == ranks]
+@pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_rank_holds_the_bytes_of_the_plan(ranks: int, share: int) -> None:
+    """The cases in two shares, every second in each."""
+    configs = [config_of(case) for case in CASES if case.layout.ranks == ranks][share::2]
     for of in [of for of in configs if of.model.moe.experts > 0 and of.parallel.pp == 1]:
         # Experts that do not divide by the ranks that share out their state.
         if 6 % of.parallel.ep == 6 % of.model.moe.groups == 0:

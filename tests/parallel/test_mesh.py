@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel import mesh
 from parallel.config import ParallelConfig, Strategy
 from parallel.mesh import build_mesh, context_view, data_coordinate, expert_view, shorten_timeouts, start_process_group
 from tests.ranks import run_ranks
@@ -16,16 +17,16 @@ CPU = torch.device("cpu")
 def groups_of_experts() -> None:
     start_process_group(CPU, 60)
     degrees = ParallelConfig(Strategy.fsdp2, dp_replicate=2, dp_shard=2, cp=2, ep=2)
-    mesh, experts, sequences = (view(degrees, CPU) for view in (build_mesh, expert_view, context_view))
+    world, experts, sequences = (view(degrees, CPU) for view in (build_mesh, expert_view, context_view))
     rank = dist.get_rank()
-    assert dist.get_process_group_ranks(mesh.get_group("dp_replicate")) == [rank % 4, rank % 4 + 4]
+    assert dist.get_process_group_ranks(world.get_group("dp_replicate")) == [rank % 4, rank % 4 + 4]
     assert dist.get_process_group_ranks(experts.get_group("ep")) == [rank // 2 * 2, rank // 2 * 2 + 1]
     here = rank // 4 * 4 + rank % 2
     assert dist.get_process_group_ranks(experts.get_group("expert_shard")) == [here, here + 2]
     assert experts.get_group("dp_replicate").size() == 2
-    assert dist.get_process_group_ranks(mesh.get_group("dp_shard")) == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
+    assert dist.get_process_group_ranks(world.get_group("dp_shard")) == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
     assert dist.get_process_group_ranks(sequences.get_group("cp")) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert data_coordinate(mesh, degrees.cp) == (rank // 2, 4)
+    assert data_coordinate(world, degrees.cp) == (rank // 2, 4)
 
 
 def test_experts_borrow_from_the_axes_that_share_a_copy() -> None:
@@ -33,7 +34,8 @@ def test_experts_borrow_from_the_axes_that_share_a_copy() -> None:
 
 
 def waits_alone() -> float:
-    """Seconds until a rank that its neighbour along cp keeps waiting gives up."""
+    """Seconds until a rank that its neighbour along cp keeps waiting gives up, where it leaves the watchdog no time."""
+    mesh.LEEWAY_SECONDS = 0.0
     group = start_process_group(CPU, 60)
     view = context_view(ParallelConfig(Strategy.fsdp2, cp=2), CPU)
     shorten_timeouts([view], group, 1)

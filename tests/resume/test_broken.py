@@ -243,6 +243,7 @@ def test_two_ranks_killed_and_stopped(runs: Runs, parallel: str) -> None:
     check_same_bits(runs, name, f"whole-{parallel}")
 
 
+@pytest.mark.slow
 def test_other_layouts_and_numbers_of_ranks(runs: Runs) -> None:
     """One run that moves from one device to two ranks, to four, to others, and back. In float64, where what is more
     than rounding shows."""

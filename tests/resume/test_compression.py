@@ -34,7 +34,7 @@ def test_killed_and_stopped(runs: Runs, compression: str) -> None:
         assert np.abs(mine).max() > 0 and not np.allclose(mine, other)
 
 
-@pytest.mark.torch211
+@pytest.mark.slow
 def test_other_ranks_and_other_keys_start_powersgd_anew(runs: Runs) -> None:
     overrides = f"{DDP} {POWERSGD}"
     runs.start("anew", overrides, partial(hit_in_step, 5, TERM), ranks=2)

@@ -20,7 +20,11 @@ EXPERTS = (
     [
         ("dense", "optimizer=sgd"),
         ("experts", EXPERTS.format(balance="sequence")),
-        ("capacity", f"{EXPERTS.format(balance='step')} model.moe.capacity_factor=1.0"),
+        pytest.param(
+            "capacity",
+            f"{EXPERTS.format(balance='step')} model.moe.capacity_factor=1.0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_fills_a_step_up_counts_for_nothing(runs: Runs, kind: str, model: str) -> None:

@@ -65,7 +65,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size=5)
 
 
 @given(RANGES, st.integers(1, 40))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 def test_what_is_left_out_is_passed_over(ranges: list[tuple[int, int]], samples: int) -> None:
     """Also where ranges touch, lie in each other or reach into the next epoch."""
     whole = Order(samples, 1, 7)
