@@ -137,17 +137,34 @@ def without_bytes(config: ModelConfig) -> list[str]:
     ]
 
 
-def _count(part: nn.Module, config: ModelConfig, name: str, layer: int, sequence_length: int) -> tuple[float, float]:
+def _call(part: nn.Module, config: ModelConfig, name: str, layer: int, sequence_length: int) -> Any:
+    """What forward gives for one sequence on the meta device. Raises what the user's code raises."""
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
 
     x = torch.empty(1, sequence_length, config.dim, device="meta")
     values = None
     if config.value_table(layer) is not None:
         values = torch.empty(1, sequence_length, config.key_value_dim, device="meta")
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        part(x, None, None, values) if name == "attention" else part(x)
+    with torch.no_grad():
+        return part(x, None, None, values) if name == "attention" else part(x)
+
+
+def part_gives(config: ModelConfig, name: str, layer: int, sequence_length: int) -> Any:
+    """What a user's part gives for x of [1, sequence_length, dim]: None where forward cannot run on the meta device."""
+    part = built(config, name, layer)
+    assert part is not None
+    try:
+        return _call(part, config, name, layer, sequence_length)
+    except Exception:  # the user's code: it may look at values, which there are none of
+        return None
+
+
+def _count(part: nn.Module, config: ModelConfig, name: str, layer: int, sequence_length: int) -> tuple[float, float]:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        _call(part, config, name, layer, sequence_length)
     counts = counter.get_flop_counts().get("Global", {})
     weights = sum(count for of, count in counts.items() if of in (torch.ops.aten.mm, torch.ops.aten.addmm))
     return weights / sequence_length, (sum(counts.values()) - weights) / sequence_length

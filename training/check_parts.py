@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from models.config import ModelConfig
-from models.parts import PARTS, TARGET, WrongPart, built, class_of
+from models.parts import PARTS, TARGET, WrongPart, built, class_of, part_gives
 from parallel.config import ParallelConfig
 from training.keys import NULL_WORDS, nearest, show
 from training.refusal import Problem
 
 PAGE = "docs/your-own-model.md shows how"
 CALLED = {"attention": "config, layer", "feedforward": "config, width"}  # and keywords
+FORWARD = {"attention": "x, positions, documents, values", "feedforward": "x"}
+TRIED_LENGTH = 8  # tokens
 
 
 def class_problems(model: ModelConfig) -> Iterator[Problem]:
@@ -91,7 +93,21 @@ def _faults_of(model: ModelConfig, name: str, layer: int, parallel: ParallelConf
         part = built(model, name, layer)
     except Exception as error:  # the user's code
         return [(f"cannot be built: {type(error).__name__}: {error}", PAGE)]
-    return list(_faults(name, part, parallel))
+    return [*_faults(name, part, parallel), *_forward_faults(model, name, layer, part)]
+
+
+def _forward_faults(model: ModelConfig, name: str, layer: int, part: Any) -> Iterator[tuple[str, str]]:
+    """What is wrong with what a part is given and gives."""
+    signature = f"def forward(self, {FORWARD[name]})"
+    try:
+        inspect.signature(part.forward).bind(*FORWARD[name].split(", "))
+    except TypeError as error:
+        yield f"forward is called with {FORWARD[name]}: {error}", signature
+        return
+    gives, wanted = part_gives(model, name, layer, TRIED_LENGTH), [1, TRIED_LENGTH, model.dim]
+    if gives is not None and list(getattr(gives, "shape", ())) != wanted:
+        given = list(gives.shape) if hasattr(gives, "shape") else f"a {type(gives).__name__}"
+        yield f"forward gives {given} of x {wanted}", f"a tensor of the shape of x; {PAGE}"
 
 
 def _faults(name: str, part: Any, parallel: ParallelConfig) -> Iterator[tuple[str, str]]:

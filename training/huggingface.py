@@ -84,7 +84,7 @@ def adopt_folder(config: Config, given: frozenset[str]) -> list[Problem]:
     folder = Path(config.model.init_from)
     try:
         theirs = config_from_huggingface(read_json(folder / "config.json"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         instead = "a folder with config.json and *.safetensors; python -m scripts.import_hf fetches one from the hub"
         return [Problem("model.init_from", folder, "has no config.json", instead)]
     except (ValueError, OSError) as error:

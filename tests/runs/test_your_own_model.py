@@ -48,6 +48,16 @@ class Buffered(FeedForward):
         self.register_buffer("table", torch.zeros(3))
 
 
+class OfTwo(FeedForward):
+    def forward(self, x, y):
+        return super().forward(x)
+
+
+class Narrow(FeedForward):
+    def forward(self, x):
+        return super().forward(x)[..., :3]
+
+
 class OfOne(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -155,6 +165,8 @@ REFUSALS = {
     "model=bilinear model.prts.feedforward.hidden=8": [f"{PART}.hidden=8"],
     f"{TINY}=wrong.WithoutRole": ["up.weight", "without a role", "specify"],
     f"{TINY}=wrong.Buffered": ["buffer table"],
+    f"{TINY}=wrong.OfTwo": ["forward is called with x: missing a required argument: 'y'", "def forward(self, x)"],
+    f"{TINY}=wrong.Narrow": ["forward gives [1, 8, 3] of x [1, 8, "],
     "model=tinyllama +model.parts.attention._target_=wrong.LaterRaises": ["in block 2", "RuntimeError: not this one"],
     "model=tinyllama +model.parts.attention._target_=wrong.LaterWithoutRole": ["in block 3", "up.weight"],
     "model=bilinear checkpoint.export_hf=true check_only=true": ["model.parts=", "checkpoint.export_hf=false"],
