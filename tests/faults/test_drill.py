@@ -76,7 +76,9 @@ def broken(runs: Runs, number: int, name: str, whole: Whole, chance: random.Rand
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in (1, 2))) for n in range(5)]
+)
 def test_killed_at_random_instants(runs: Runs, number: int) -> None:
     chance = random.Random(f"{SEED} short {number}")
     whole, kills, turn = unbroken(runs, number), 0, 0
